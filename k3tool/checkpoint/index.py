@@ -1,0 +1,80 @@
+"""`model.safetensors.index.json`: which shard holds which tensor, and nothing that leaves the folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from k3tool.errors import CheckpointCorrupt
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+MAX_INDEX_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Index:
+    """weight_map: tensor name to shard file name. total_size: sum of tensor bytes as the file states it, or None."""
+
+    weight_map: Mapping[str, str]
+    total_size: int | None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def shards(self) -> list[str]:
+        return sorted(set(self.weight_map.values()))
+
+
+def parse_index(text: bytes, *, where: str = INDEX_NAME) -> Index:
+    """Raises CheckpointCorrupt for bad JSON, a wrong structure, duplicate names, or a shard name outside the folder."""
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _corrupt(where, f"not JSON ({error})") from None
+    weight_map = document.get("weight_map") if isinstance(document, dict) else None
+    metadata = document.get("metadata", {}) if isinstance(document, dict) else {}
+    if not isinstance(weight_map, dict) or not isinstance(metadata, dict):
+        raise _corrupt(where, "weight_map must map tensor names to shard names")
+    if not all(type(shard) is str for shard in weight_map.values()):
+        raise _corrupt(where, "weight_map must map tensor names to shard names")
+    for shard in set(weight_map.values()):
+        check_file_name(shard, where=where)
+    # Every name of the map is followed by its shard: as many `.safetensors"` as names, or a name stood there twice.
+    if text.count(b'.safetensors"') != len(weight_map):
+        json.loads(text, object_pairs_hook=lambda pairs: _no_duplicates(pairs, where))
+    total = metadata.get("total_size")
+    if total is not None and (isinstance(total, bool) or not isinstance(total, (int, float)) or total < 0):
+        raise _corrupt(where, f"total_size must be a number of bytes, found {total!r}")
+    return Index(weight_map, None if total is None else int(total), metadata)
+
+
+def check_file_name(name: str, *, where: str) -> None:
+    """A shard name must be a plain file name that stays in its folder. Raises CheckpointCorrupt."""
+    if (
+        not name
+        or len(name) > 255
+        or name.startswith((".", "-"))
+        or any(char in "/\\:" or ord(char) < 32 or ord(char) == 127 for char in name)
+        or not name.endswith(".safetensors")
+    ):
+        raise _corrupt(where, f"shard name {name!r} is not a plain .safetensors file name")
+
+
+def build_index(weight_map: Mapping[str, str], total_size: int, **metadata: Any) -> bytes:
+    document = {"metadata": {"total_size": total_size, **metadata}, "weight_map": dict(sorted(weight_map.items()))}
+    return json.dumps(document, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in seen:
+            raise _corrupt(where, f"names {key!r} twice")
+        seen[key] = value
+    return seen
+
+
+def _corrupt(where: str, what: str) -> CheckpointCorrupt:
+    return CheckpointCorrupt(f"{where}: {what}", hint="fetch the index again, or ask its publisher")

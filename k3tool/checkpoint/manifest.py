@@ -1,0 +1,66 @@
+"""`k3tool-manifest.json`: size and SHA-256 of every file that k3tool wrote into a folder, and where it came from.
+
+`verify --depth bytes` compares with it. Written last, atomically, after every file it names is in place.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from k3tool.checkpoint.writer import write_atomic
+from k3tool.errors import CheckpointCorrupt
+
+MANIFEST_NAME = "k3tool-manifest.json"
+_HEX = re.compile(r"[0-9a-f]{64}", re.ASCII)
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    size: int
+    sha256: str
+
+
+@dataclass
+class Manifest:
+    """command: what wrote the folder. source and revision: what it was made from (commit for a Hub repository)."""
+
+    command: str
+    source: str
+    revision: str | None = None
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        from k3tool import __version__
+
+        document = {
+            "k3tool": __version__,
+            "command": self.command,
+            "source": self.source,
+            "revision": self.revision,
+            **self.extra,
+            "files": {name: {"size": r.size, "sha256": r.sha256} for name, r in sorted(self.files.items())},
+        }
+        write_atomic(folder / MANIFEST_NAME, json.dumps(document, indent=1, ensure_ascii=False).encode() + b"\n")
+
+
+def load_manifest(folder: Path) -> Manifest | None:
+    """The manifest of a folder, or None where there is none. Raises CheckpointCorrupt for a damaged one."""
+    path = folder / MANIFEST_NAME
+    if not path.is_file():
+        return None
+    try:
+        document = json.loads(path.read_bytes())
+        files = {name: FileRecord(int(r["size"]), r["sha256"]) for name, r in document["files"].items()}
+        if not all(_HEX.fullmatch(record.sha256) for record in files.values()):
+            raise ValueError("a digest is not 64 hexadecimal digits")
+        extra = {k: v for k, v in document.items() if k not in ("k3tool", "command", "source", "revision", "files")}
+        return Manifest(str(document["command"]), str(document["source"]), document.get("revision"), files, extra)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointCorrupt(
+            f"{path}: not a manifest of k3tool ({error})", hint="remove it, then verify against the Hub's digests"
+        ) from None

@@ -1,0 +1,139 @@
+"""A checkpoint as names, specs and bytes: opens what it is asked for and holds nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from k3tool.checkpoint.header import Header, TensorSpec, header_length, parse_header
+from k3tool.checkpoint.index import INDEX_NAME, MAX_INDEX_BYTES, SINGLE_NAME, Index, parse_index
+from k3tool.checkpoint.source import Source, open_source
+from k3tool.config import K3Config
+from k3tool.errors import CheckpointCorrupt, CheckpointMissing
+
+CONFIG_NAME = "config.json"
+HEADER_GUESS = 1 << 20  # one read gets the whole header of a released shard (0.82 MB)
+
+
+@dataclass(frozen=True)
+class Located:
+    """A tensor and where its bytes are: `offset` counts from the start of the file `shard`."""
+
+    spec: TensorSpec
+    shard: str
+    offset: int
+
+
+class Checkpoint:
+    """One checkpoint of a Source. Headers are read once, on first use, and checked against the index."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self._headers: dict[str, Header] = {}
+
+    @classmethod
+    def open(cls, where: str | Path) -> Checkpoint:
+        """A folder or a Hub repository. Raises CheckpointMissing where there is no configuration or no tensor file."""
+        return cls(open_source(where))
+
+    @cached_property
+    def files(self) -> dict[str, int]:
+        return self.source.files()
+
+    @cached_property
+    def config(self) -> K3Config:
+        if CONFIG_NAME not in self.files:
+            raise CheckpointMissing(
+                f"{self.source.label} holds no {CONFIG_NAME}, so it is no checkpoint",
+                hint="name the folder that holds config.json and the shards",
+            )
+        return K3Config.from_bytes(self.source.read(CONFIG_NAME), where=f"{self.source.label}/{CONFIG_NAME}")
+
+    @cached_property
+    def index(self) -> Index:
+        """The index file, or for a single-file model the one made from its header."""
+        if INDEX_NAME in self.files:
+            if self.files[INDEX_NAME] > MAX_INDEX_BYTES:
+                raise CheckpointCorrupt(f"{INDEX_NAME}: {self.files[INDEX_NAME]} bytes is no index", hint="fetch it again")
+            return parse_index(self.source.read(INDEX_NAME), where=f"{self.source.label}/{INDEX_NAME}")
+        if SINGLE_NAME in self.files:
+            tensors = self.header(SINGLE_NAME).tensors
+            return Index({spec.name: SINGLE_NAME for spec in tensors}, sum(spec.nbytes for spec in tensors))
+        raise CheckpointMissing(
+            f"{self.source.label} holds neither {INDEX_NAME} nor {SINGLE_NAME}",
+            hint="fetch the checkpoint first: k3tool fetch REPO --local-dir DIR",
+        )
+
+    @property
+    def shards(self) -> list[str]:
+        return self.index.shards
+
+    def header(self, shard: str) -> Header:
+        """Header of one shard, checked against the length of the file. Raises CheckpointMissing, CheckpointCorrupt."""
+        if shard not in self._headers:
+            self._headers[shard] = read_header(self.source, shard, self.files)
+        return self._headers[shard]
+
+    @cached_property
+    def located(self) -> dict[str, Located]:
+        """Every tensor of the index with its place; reads all headers. Raises where index and headers disagree."""
+        table: dict[str, Located] = {}
+        for shard in self.shards:
+            header = self.header(shard)
+            for spec in header.tensors:
+                if self.index.weight_map.get(spec.name) == shard:
+                    table[spec.name] = Located(spec, shard, header.data_start + spec.start)
+        if len(table) != len(self.index.weight_map):
+            name, shard = next((n, s) for n, s in self.index.weight_map.items() if n not in table)
+            raise CheckpointCorrupt(
+                f"{shard} does not hold tensor {name} that the index places there",
+                hint="k3tool verify lists every disagreement",
+            )
+        return table
+
+    def locate(self, name: str) -> Located:
+        """Place of one tensor; reads one header. Raises CheckpointMissing for a name that is not in the index."""
+        shard = self.index.weight_map.get(name)
+        if shard is None:
+            raise CheckpointMissing(
+                f"{self.source.label} holds no tensor {name}", hint="k3tool inspect --tensors lists the names"
+            )
+        header = self.header(shard)
+        for spec in header.tensors:
+            if spec.name == name:
+                return Located(spec, shard, header.data_start + spec.start)
+        raise CheckpointCorrupt(
+            f"{shard} does not hold tensor {name} that the index places there",
+            hint="k3tool verify lists every disagreement",
+        )
+
+    def read(self, name: str) -> bytes:
+        """All bytes of one tensor, row-major, little-endian."""
+        place = self.locate(name)
+        return self.source.read(place.shard, place.offset, place.spec.nbytes)
+
+    def read_rows(self, name: str, first: int, last: int) -> bytes:
+        """Bytes of rows [first, last) along the leading dimension. Raises ValueError outside the shape."""
+        place = self.locate(name)
+        rows = place.spec.shape[0] if place.spec.shape else 0
+        if not 0 <= first <= last <= rows:
+            raise ValueError(f"rows [{first}, {last}) are outside {name} {place.spec.shape}")
+        step = place.spec.nbytes // rows if rows else 0
+        return self.source.read(place.shard, place.offset + first * step, (last - first) * step)
+
+
+def read_header(source: Source, shard: str, files: dict[str, int] | None = None) -> Header:
+    """Read and check one header; one request for headers under 1 MiB. Raises CheckpointMissing, CheckpointCorrupt."""
+    size = (files if files is not None else source.files()).get(shard)
+    if size is None:
+        raise CheckpointMissing(
+            f"{source.label} lacks {shard}", hint=f"fetch it: k3tool fetch REPO --include '{shard}' --local-dir DIR"
+        )
+    where = f"{source.label}/{shard}"
+    first = source.read(shard, 0, min(size, HEADER_GUESS))
+    length = header_length(first, size, where=where)
+    text = first[8 : 8 + length]
+    if len(text) < length:
+        text += source.read(shard, len(first), 8 + length - len(first))
+    return parse_header(text, file_size=size, where=where)

@@ -1,0 +1,113 @@
+"""Where bytes come from: a local folder or a repository on the Hub, as named files and byte ranges.
+
+Plans, transforms and the engine know only this protocol; whether a range crosses a network is the source's business.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from k3tool.errors import CheckpointCorrupt, CheckpointMissing, UsageError
+
+_REPO = re.compile(r"(?:hf://)?(?P<repo>[\w][\w.-]{0,95}/[\w][\w.-]{0,95})(?:@(?P<revision>[\w][\w./-]{0,199}))?", re.ASCII)
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Named files of one checkpoint. Reads are exact: short data raises, nothing is padded."""
+
+    label: str
+    """What the user named: a path or `org/name@revision`."""
+
+    def files(self) -> dict[str, int]:
+        """File name (relative, with forward slashes) to size in bytes."""
+        ...
+
+    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+        """`length` bytes from `offset`; None reads to the end. Raises CheckpointMissing, CheckpointCorrupt."""
+        ...
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset`. Raises CheckpointMissing, CheckpointCorrupt."""
+        ...
+
+    def local_path(self, name: str) -> Path | None:
+        """The file on this machine, for kernel-side copies; None where there is none."""
+        ...
+
+
+class LocalSource:
+    """A folder. Files are opened per read, so that thousands of shards need no descriptors."""
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root)
+        self.label = str(root)
+        if not self.root.is_dir():
+            kind = "is a file, not a folder" if self.root.exists() else "does not exist"
+            raise CheckpointMissing(f"{root} {kind}", hint="name a checkpoint folder or a repository (org/name)")
+
+    def files(self) -> dict[str, int]:
+        with os.scandir(self.root) as entries:
+            return {entry.name: entry.stat().st_size for entry in sorted(entries, key=lambda e: e.name) if entry.is_file()}
+
+    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+        try:
+            with open(self.root / name, "rb", buffering=0) as file:
+                size = os.fstat(file.fileno()).st_size
+                buffer = bytearray(max(0, size - offset) if length is None else length)
+        except OSError as error:
+            raise _missing(self.root / name, error) from None
+        self.read_into(name, offset, memoryview(buffer))
+        return bytes(buffer)
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        path = self.root / name
+        try:
+            with open(path, "rb", buffering=0) as file:
+                read_exactly(file.fileno(), offset, buffer, where=str(path))
+        except OSError as error:
+            raise _missing(path, error) from None
+
+    def local_path(self, name: str) -> Path | None:
+        return self.root / name
+
+
+def read_exactly(descriptor: int, offset: int, buffer: memoryview, *, where: str) -> None:
+    """Fill `buffer` by positional reads. Raises CheckpointCorrupt where the file ends early."""
+    done = 0
+    while done < len(buffer):
+        got = os.preadv(descriptor, [buffer[done : done + (1 << 30)]], offset + done)
+        if got == 0:
+            raise CheckpointCorrupt(
+                f"{where} is truncated: it ends at {offset + done}, needed up to {offset + len(buffer)}",
+                hint="fetch this shard again",
+            )
+        done += got
+
+
+def open_source(text: str | Path) -> Source:
+    """A local folder where one exists, else a Hub repository `org/name[@revision]` or `hf://org/name[@revision]`.
+
+    Raises CheckpointMissing for a path that does not exist, UsageError for text that is neither.
+    """
+    if not str(text).startswith("hf://") and Path(text).exists():
+        return LocalSource(text)
+    match = _REPO.fullmatch(str(text))
+    if match is None:
+        raise CheckpointMissing(
+            f"{text} does not exist", hint="name a checkpoint folder or a repository (org/name[@revision])"
+        )
+    if ".." in match["repo"] or ".." in (match["revision"] or ""):
+        raise UsageError(f"not a repository: {text}", hint="write org/name or org/name@revision")
+    from k3tool.hub import HubSource
+
+    return HubSource(match["repo"], match["revision"])
+
+
+def _missing(path: Path, error: OSError) -> CheckpointMissing:
+    return CheckpointMissing(
+        f"cannot read {path}: {error.strerror}", hint="fetch the missing file (k3tool fetch keeps the good ones)"
+    )

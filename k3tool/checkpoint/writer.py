@@ -1,0 +1,131 @@
+"""Files appear under their final name only when whole: temporary name, write, fsync, rename, fsync of the folder."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from k3tool.checkpoint.header import Header, build_header
+from k3tool.errors import CapacityError
+
+PARTIAL_SUFFIX = ".k3partial"
+
+
+def fsync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomic(path: Path, data: bytes) -> str:
+    """Write a small file whole or not at all. Returns its SHA-256 (hex)."""
+    with AtomicFile(path) as file:
+        file.write(data)
+    return file.sha256
+
+
+class AtomicFile:
+    """A file written front to back with its SHA-256 streaming along; leaving the block by an error removes it.
+
+    >>> with AtomicFile(path) as file:
+    ...     file.write(data)
+    >>> file.sha256, file.size
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.partial = path.with_name(path.name + PARTIAL_SUFFIX)
+        self.size = 0
+        self.sha256 = ""
+        self._hash = hashlib.sha256()
+
+    def __enter__(self) -> AtomicFile:
+        self._file = open(self.partial, "wb", buffering=0)
+        return self
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        view = memoryview(data).cast("B")
+        self._hash.update(view)
+        self.size += len(view)
+        try:
+            while len(view):
+                view = view[self._file.write(view) :]
+        except OSError as error:
+            raise no_space(self.path, error) from None
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                os.fsync(self._file.fileno())
+        except OSError as error:
+            self._discard()
+            raise no_space(self.path, error) from None
+        if kind is not None:
+            self._discard()
+            return
+        self._file.close()
+        os.replace(self.partial, self.path)
+        fsync_folder(self.path.parent)
+        self.sha256 = self._hash.hexdigest()
+
+    def _discard(self) -> None:
+        self._file.close()
+        self.partial.unlink(missing_ok=True)
+
+
+class ShardWriter:
+    """One safetensors file: declare the tensors in order, then append their bytes in that order.
+
+    Raises ValueError on leaving where the bytes written are not exactly those declared.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        tensors: Sequence[tuple[str, str, tuple[int, ...]]],
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        head, self.header = build_header(tensors, metadata)
+        self._head = head
+        self._file = AtomicFile(path)
+
+    def __enter__(self) -> ShardWriter:
+        self._file.__enter__()
+        self._file.write(self._head)
+        return self
+
+    def append(self, data: bytes | bytearray | memoryview) -> None:
+        self._file.write(data)
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        short = kind is None and self._file.size != self.header.file_size
+        self._file.__exit__(ValueError if short else kind, value, trace)
+        if short:
+            raise ValueError(f"{self._file.path}: wrote {self._file.size} bytes, declared {self.header.file_size}")
+
+    @property
+    def sha256(self) -> str:
+        return self._file.sha256
+
+    @property
+    def size(self) -> int:
+        return self._file.size
+
+
+def no_space(path: Path, error: OSError) -> CapacityError | OSError:
+    """A full disk or quota as CapacityError (exit 12); any other error unchanged."""
+    import errno
+
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return CapacityError(
+            f"no space left while writing {path}", hint="free space and run the same command again: it resumes"
+        )
+    return error
+
+
+__all__ = ["PARTIAL_SUFFIX", "AtomicFile", "Header", "ShardWriter", "fsync_folder", "no_space", "write_atomic"]

@@ -1,0 +1,78 @@
+"""Every failure that k3tool reports on purpose, with the exit code that scripts may rely on.
+
+    K3Error
+    ├── CheckFailed          1    a digest, an error bound or a kernel comparison did not hold
+    ├── UsageError           2    unknown option, contradicting options, bad value
+    ├── PartlyDone           3    part of the work is done; the same command resumes
+    ├── CheckpointMissing   10    a folder, file, tensor or piece of configuration is not there
+    ├── CheckpointCorrupt   11    damaged, hostile, or not what it claims to be
+    ├── CapacityError       12    not enough disk, memory or device memory
+    ├── RemoteError         13    network or Hub failure, authorization included
+    └── UnsupportedError    14    no such device here, or a format or layout this model cannot have
+
+Anything else that escapes is a bug in k3tool: exit code 70 with a traceback. An interrupt is 130.
+"""
+
+from __future__ import annotations
+
+EXIT_OK = 0
+EXIT_BUG = 70
+EXIT_INTERRUPTED = 130
+
+
+class K3Error(Exception):
+    """A failure with one line of cause (`message`) and one line that mends it (`hint`).
+
+    `details` holds the named values behind the message (shard, expected, found, ...) for `--json`.
+    """
+
+    exit_code = EXIT_BUG
+
+    def __init__(self, message: str, *, hint: str = "", **details: object) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.details = details
+
+    def as_json(self) -> dict[str, object]:
+        document: dict[str, object] = {
+            "code": self.exit_code,
+            "type": type(self).__name__,
+            "message": self.message,
+            "hint": self.hint,
+        }
+        if self.details:
+            document["details"] = self.details
+        return document
+
+
+class CheckFailed(K3Error):
+    exit_code = 1
+
+
+class UsageError(K3Error):
+    exit_code = 2
+
+
+class PartlyDone(K3Error):
+    exit_code = 3
+
+
+class CheckpointMissing(K3Error):
+    exit_code = 10
+
+
+class CheckpointCorrupt(K3Error):
+    exit_code = 11
+
+
+class CapacityError(K3Error):
+    exit_code = 12
+
+
+class RemoteError(K3Error):
+    exit_code = 13
+
+
+class UnsupportedError(K3Error):
+    exit_code = 14

@@ -1,0 +1,41 @@
+"""What long work says while it runs. The library emits, only `k3tool.cli` draws.
+
+Every method may be called from worker threads. Amounts are bytes unless `unit` says otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Progress(Protocol):
+    def started(self, task: str, total: int, unit: str = "bytes") -> None:
+        """A task with a known total begins. `task` names it for people: `fetch`, `verify`."""
+        ...
+
+    def advanced(self, task: str, amount: int) -> None: ...
+
+    def finished(self, task: str) -> None: ...
+
+    def item(self, text: str) -> None:
+        """One line about one finished thing (a shard, a rank)."""
+        ...
+
+    def warn(self, text: str) -> None: ...
+
+
+class Silent:
+    """The default: nothing is said."""
+
+    def started(self, task: str, total: int, unit: str = "bytes") -> None: ...
+
+    def advanced(self, task: str, amount: int) -> None: ...
+
+    def finished(self, task: str) -> None: ...
+
+    def item(self, text: str) -> None: ...
+
+    def warn(self, text: str) -> None: ...
+
+
+SILENT: Progress = Silent()
