@@ -33,6 +33,12 @@ class K3Error(Exception):
         self.message = message
         self.hint = hint
         self.details = details
+        self.document: dict[str, object] = {}
+
+    def with_document(self, document: dict[str, object]) -> K3Error:
+        """Attach what the command found out so far: further keys of its JSON document. Returns the error itself."""
+        self.document = document
+        return self
 
     def as_json(self) -> dict[str, object]:
         document: dict[str, object] = {

@@ -1,0 +1,117 @@
+"""Registration of the commands, and the only place where an exception becomes text and an exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+
+from k3tool import __version__
+from k3tool.cli.output import print_failure
+from k3tool.errors import EXIT_BUG, EXIT_INTERRUPTED, K3Error, UsageError
+
+EXIT_CODES = (
+    "Exit codes: 0 done; 1 a check failed; 2 usage; 3 partly done, the same command resumes; 10 checkpoint missing or "
+    "incomplete; 11 checkpoint corrupt; 12 not enough disk or memory; 13 network or Hub; 14 not supported here; "
+    "70 a bug in k3tool; 130 interrupted, the same command resumes."
+)
+COMMANDS = ("fetch", "verify", "inspect", "plan", "reshard", "quantize", "run", "demo")
+EXIT_BROKEN_PIPE = 141
+
+app = typer.Typer(
+    name="k3tool",
+    help="Fetch, verify, plan, reshard, quantize and run Kimi K3 checkpoints.",
+    epilog=EXIT_CODES,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version and stop.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"k3tool {__version__}")
+        raise typer.Exit
+
+
+def _register(name: str) -> None:
+    command: Callable[..., Any] = getattr(import_module(f"k3tool.cli.{name}"), "command")  # noqa: B009
+    app.command(name, epilog=EXIT_CODES)(command)
+
+
+for _name in COMMANDS:
+    _register(_name)
+
+# The class above BadParameter is the usage error of the parser that Typer brings; public names of Typer only.
+_PARSER_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line and leave the process with the documented exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    code = run(arguments)
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()
+    sys.exit(code)
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line in this process and return its exit code. Never raises, except for `SystemExit` of none."""
+    try:
+        result = app(args=arguments, prog_name="k3tool", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except K3Error as error:
+        return _fail(arguments, error)
+    except _PARSER_ERROR as error:
+        return _fail(arguments, _usage(arguments, error))
+    except (KeyboardInterrupt, typer.Abort):
+        return _fail(arguments, _Interrupted())
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    except Exception as error:
+        traceback.print_exc()
+        return _fail(arguments, _Bug(f"{type(error).__name__}: {error}"))
+
+
+class _Interrupted(K3Error):
+    exit_code = EXIT_INTERRUPTED
+
+    def __init__(self) -> None:
+        super().__init__("interrupted", hint="run the same command again: it goes on from here")
+
+
+class _Bug(K3Error):
+    exit_code = EXIT_BUG
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(f"this is a bug in k3tool: {cause}", hint="report it with the traceback above")
+
+
+def _usage(arguments: list[str], error: Exception) -> UsageError:
+    message = error.format_message() if hasattr(error, "format_message") else str(error)  # type: ignore[attr-defined]
+    name = _command_of(arguments)
+    return UsageError(message.strip().rstrip("."), hint=f"k3tool {name} --help" if name else "k3tool --help")
+
+
+def _command_of(arguments: list[str]) -> str:
+    return next((argument for argument in arguments if argument in COMMANDS), "")
+
+
+def _fail(arguments: list[str], error: K3Error) -> int:
+    if os.environ.get("K3TOOL_DEBUG") == "1" and error.__traceback__ is not None:
+        traceback.print_exception(error)
+    with contextlib.suppress(BrokenPipeError):
+        print_failure(_command_of(arguments), error, as_json="--json" in arguments)
+    return error.exit_code

@@ -1,0 +1,22 @@
+"""Options that several commands share, declared once."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+SourceArgument = Annotated[
+    str, typer.Argument(metavar="SOURCE", help="Checkpoint folder, or Hub repository org/name[@revision].")
+]
+DestArgument = Annotated[str, typer.Argument(metavar="DEST", help="Folder to write.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, also on failure.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print the essential value only.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Show the whole plan, write nothing.")]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace what DEST holds.")]
+WorkersOption = Annotated[
+    int | None, typer.Option("--max-workers", metavar="N", min=1, max=256, help="Files worked on at once.")
+]
+MemoryOption = Annotated[
+    str | None, typer.Option("--max-memory", metavar="SIZE", help="Bound on resident memory, such as 2GiB.")
+]

@@ -1,0 +1,37 @@
+"""Fixtures that every test may use. Torch stays on one thread, so that tests do not fight for two cores."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+os.environ["HF_HUB_DISABLE_XET"] = "1"
+for _name in ("HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE", "K3TOOL_DEBUG"):
+    os.environ.pop(_name, None)
+
+HERE = Path(__file__).parent
+SHARED = HERE.parent.parent / "shared"
+
+
+@pytest.fixture(scope="session")
+def mini() -> Path:
+    """k3-mini-8: 8 layers in the released layout with golden results; read-only."""
+    return HERE / "golden" / "k3-mini-8"
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder with the larger golden checkpoints and the released index, beside the checkout where there is one."""
+    if not SHARED.is_dir():
+        pytest.skip("the larger golden checkpoints and the released index are not beside this checkout")
+    return SHARED
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _private_hub_home(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No test reads or writes the user's own Hub cache or token."""
+    os.environ["HF_HOME"] = str(tmp_path_factory.mktemp("hf-home"))
