@@ -1,0 +1,42 @@
+"""Routed experts: every token visits K of E gated MLPs, whose weights stay as the checkpoint stores them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from k3tool.kernels.moe import reference
+from k3tool.kernels.moe.experts import ACTIVATIONS, DenseExperts, Experts, PackedExperts
+from k3tool.kernels.moe.reference import gated_activation
+
+__all__ = ["DenseExperts", "Experts", "PackedExperts", "experts_forward", "gated_activation"]
+
+
+def experts_forward(
+    x: Tensor,
+    experts: Experts,
+    ids: Tensor,
+    weights: Tensor,
+    activation: str = "situ",
+    beta: float = 4.0,
+    linear_beta: float = 25.0,
+) -> Tensor:
+    """Weighted sum of the experts that each token was routed to.
+
+    x: [T, D] float32 or bfloat16. ids: [T, K] int64 in 0..E-1. weights: [T, K] float32. Returns [T, D] float32.
+    Per expert `y = act(x @ w1.T, x @ w3.T) @ w2.T`; products accumulate in float32, and their results and that of
+    the activation are rounded to x.dtype as the model's reference code does. The sum over a token's experts is taken in
+    float32 in ascending order of expert id, equal ids in order of position. `beta` and `linear_beta` are the caps of
+    SiTU; "silu" has none. Raises ValueError.
+    """
+    if x.dim() != 2 or x.dtype not in (torch.float32, torch.bfloat16) or x.shape[1] != experts.hidden_size:
+        raise ValueError(f"x {tuple(x.shape)} {x.dtype} does not fit experts of width {experts.hidden_size}")
+    if ids.dim() != 2 or ids.shape != weights.shape or ids.shape[0] != x.shape[0]:
+        raise ValueError(f"ids {tuple(ids.shape)}, weights {tuple(weights.shape)} and x {tuple(x.shape)} do not fit")
+    if ids.dtype != torch.int64 or weights.dtype != torch.float32:
+        raise ValueError(f"ids must be int64 and weights float32, found {ids.dtype} and {weights.dtype}")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {ACTIVATIONS}, found {activation!r}")
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < experts.num_experts:
+        raise ValueError(f"expert ids must lie in 0..{experts.num_experts - 1}")
+    return reference.experts_forward(x, experts, ids, weights, activation, beta, linear_beta)
