@@ -1,0 +1,264 @@
+"""Which rank owns what: TP x EP x PP layouts, whether a model can have one, and why not.
+
+Everything here follows from configuration values; no tensor is named and no byte is read. TP splits heads and
+intermediate widths, EP deals whole experts out in contiguous blocks, PP deals whole layers out in contiguous stages.
+Ranks are numbered with TP innermost and PP outermost, so that the ranks of one TP group are neighbours (one node).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from k3tool.config import K3Config
+from k3tool.errors import UnsupportedError, UsageError
+
+NODE_GPUS = 8  # TP is kept inside this many GPUs where there is a choice: it talks twice in every layer
+MAX_RANKS = 100_000
+_EXPERT_GROUP = {"mxfp4": 32, "nvfp4": 16}
+
+
+class Place(NamedTuple):
+    """One rank's coordinates."""
+
+    rank: int
+    tp_rank: int
+    ep_rank: int
+    pp_rank: int
+
+
+@dataclass(frozen=True, order=True)
+class Layout:
+    """tp x ep x pp ranks. EP ranks hold everything but the routed experts whole, as far as TP does not split it."""
+
+    tp: int = 1
+    ep: int = 1
+    pp: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in (("TP", self.tp), ("EP", self.ep), ("PP", self.pp)):
+            if value < 1:
+                raise UsageError(f"{name} must be at least 1, found {value}", hint="leave it out to have it chosen")
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.ep * self.pp
+
+    def place(self, rank: int) -> Place:
+        """Coordinates of `rank`. Raises UsageError outside 0..ranks-1."""
+        if not 0 <= rank < self.ranks:
+            raise UsageError(
+                f"rank {rank} does not exist in {self}", hint=f"ranks are numbered from 0 to {self.ranks - 1}"
+            )
+        rest, tp_rank = divmod(rank, self.tp)
+        pp_rank, ep_rank = divmod(rest, self.ep)
+        return Place(rank, tp_rank, ep_rank, pp_rank)
+
+    def rank_at(self, tp_rank: int, ep_rank: int, pp_rank: int) -> int:
+        return (pp_rank * self.ep + ep_rank) * self.tp + tp_rank
+
+    def places(self) -> Iterator[Place]:
+        return (self.place(rank) for rank in range(self.ranks))
+
+    def as_json(self) -> dict[str, int]:
+        return {"tp": self.tp, "ep": self.ep, "pp": self.pp}
+
+    def __str__(self) -> str:
+        return f"TP{self.tp} x EP{self.ep} x PP{self.pp}"
+
+
+class Choice(NamedTuple):
+    layout: Layout
+    reason: str
+
+
+def rank_folder(rank: int, ranks: int) -> str:
+    """`rank-00003-of-00016`, counted from 0."""
+    return f"rank-{rank:05d}-of-{ranks:05d}"
+
+
+def stages(num_layers: int, pp: int) -> tuple[range, ...]:
+    """Layers of each PP stage: contiguous, every layer once. The first stages take what does not divide evenly:
+    the first holds the dense layers, which are light."""
+    size, extra = divmod(num_layers, pp)
+    starts = [index * size + min(index, extra) for index in range(pp + 1)]
+    return tuple(range(first, last) for first, last in pairwise(starts))
+
+
+def stage_of(layer: int, num_layers: int, pp: int) -> int:
+    """The PP stage that owns `layer`."""
+    size, extra = divmod(num_layers, pp)
+    return layer // (size + 1) if layer < extra * (size + 1) else extra + (layer - extra * (size + 1)) // size
+
+
+def expert_block(num_experts: int, ep: int, ep_rank: int) -> range:
+    """Experts of one EP rank: a contiguous block."""
+    size = num_experts // ep
+    return range(ep_rank * size, (ep_rank + 1) * size)
+
+
+def expert_owner(expert: int, num_experts: int, ep: int) -> int:
+    """The EP rank that owns `expert`."""
+    return expert // (num_experts // ep)
+
+
+def padded_vocab(vocab_size: int, tp: int) -> int:
+    """Rows of embedding and head over all TP ranks: the vocabulary rounded up to a multiple of TP with zero rows."""
+    return -(-vocab_size // tp) * tp
+
+
+def expert_group_size(config: K3Config) -> int:
+    """Weights that share one scale in the routed experts (1 where they have none): TP must keep groups whole."""
+    return _EXPERT_GROUP.get(config.expert_scheme, 1)
+
+
+def problems(config: K3Config, layout: Layout) -> list[str]:
+    """Why `config` cannot have `layout`, one reason each; empty where it can."""
+    found: list[str] = []
+    tp, ep, pp = layout.tp, layout.ep, layout.pp
+
+    def divides(what: str, size: int) -> None:
+        if size % tp:
+            found.append(f"TP {tp} does not divide {what} ({size})")
+
+    if "kda" in config.layer_kinds:
+        divides("the KDA heads", config.kda_num_heads)
+    if "mla" in config.layer_kinds:
+        divides("the MLA heads", config.num_heads)
+    if len(config.moe_layers) < config.num_layers:
+        divides("the dense intermediate width", config.intermediate_size)
+    if config.moe_layers:
+        width, group = config.moe_intermediate_size, expert_group_size(config)
+        if width % tp or width // tp % group:
+            share = f"{width} / {tp} = {width / tp:g}"
+            found.append(
+                f"TP {tp} does not divide the expert intermediate width ({width})"
+                if width % tp
+                else f"TP {tp} leaves w2 no whole scale groups: {share} is not a multiple of {group}"
+            )
+        if config.num_shared_experts:
+            divides("the shared experts' intermediate width", config.shared_intermediate_size)
+        if config.num_experts % ep:
+            found.append(f"EP {ep} does not divide the experts ({config.num_experts})")
+    elif ep > 1:
+        found.append(f"EP {ep} has no experts to deal out: this model is dense")
+    if pp > config.num_layers:
+        found.append(f"PP {pp} has more stages than the model has layers ({config.num_layers})")
+    return found
+
+
+def check(config: K3Config, layout: Layout) -> None:
+    """Raises UnsupportedError (exit 14) with every reason and the nearest possible layouts."""
+    reasons = problems(config, layout)
+    if reasons:
+        near = nearest(config, layout)
+        raise UnsupportedError(
+            f"{layout} is impossible for this model: {'; '.join(reasons)}",
+            hint="possible: " + ", ".join(f"{item} ({item.ranks} GPUs)" for item in near),
+            reasons=reasons,
+            nearest=[item.as_json() for item in near],
+        )
+
+
+def candidates(
+    config: K3Config, gpus: int, tp: int | None = None, ep: int | None = None, pp: int | None = None
+) -> list[Layout]:
+    """Every possible layout of exactly `gpus` ranks with the given factors fixed, the preferred one first.
+
+    Preferred: TP within a node, few stages, then as much TP as that allows (it splits everything that is large),
+    the rest EP.
+    """
+    found = [
+        layout
+        for layout in _factorizations(gpus)
+        if (tp in (None, layout.tp) and ep in (None, layout.ep) and pp in (None, layout.pp))
+        and not problems(config, layout)
+    ]
+    return sorted(found, key=lambda item: (item.tp > NODE_GPUS, item.pp, -item.tp))
+
+
+def choose(
+    config: K3Config, gpus: int | None, tp: int | None = None, ep: int | None = None, pp: int | None = None
+) -> Choice:
+    """The layout for `gpus` ranks with what was given kept and the rest chosen, and the reason in a sentence.
+
+    Raises UsageError where the given factors cannot give `gpus`, UnsupportedError (exit 14) where no layout is
+    possible, naming the reasons and the nearest possible ones.
+    """
+    given = (tp or 1) * (ep or 1) * (pp or 1)
+    total = given if gpus is None else gpus
+    if total < 1 or total > MAX_RANKS:
+        raise UsageError(f"{total} GPUs is out of range", hint=f"give 1 to {MAX_RANKS}")
+    free = [name for name, value in (("TP", tp), ("EP", ep), ("PP", pp)) if value is None]
+    if total % given or (not free and total != given):
+        raise UsageError(
+            f"{_given(tp, ep, pp)} does not make {total} GPUs",
+            hint="GPUs = TP x EP x PP; leave one out to have it chosen",
+        )
+    if not free:
+        layout = Layout(tp or 1, ep or 1, pp or 1)
+        check(config, layout)
+        return Choice(layout, "as given")
+    possible = candidates(config, total, tp, ep, pp)
+    if not possible:
+        # Explain with the layout the user most likely meant: what is left goes to the first free factor.
+        rest = total // given
+        check(config, _fill(tp, ep, pp, rest))
+        raise AssertionError("unreachable: an impossible layout has a reason")
+    return Choice(possible[0], _why(possible[0], free, len(possible)))
+
+
+def nearest(config: K3Config, wanted: Layout, limit: int = 3) -> list[Layout]:
+    """Possible layouts closest to `wanted`: with the same number of GPUs, else with the nearest numbers of GPUs."""
+    same = [item for item in _factorizations(wanted.ranks) if not problems(config, item)]
+    same.sort(key=lambda item: _distance(item, wanted))
+    found = same[:limit]
+    step = 1
+    while len(found) < limit and step < max(wanted.ranks, 16):
+        for ranks in (wanted.ranks - step, wanted.ranks + step):
+            if ranks >= 1 and len(found) < limit:
+                possible = [item for item in _factorizations(ranks) if not problems(config, item)]
+                if possible:
+                    found.append(min(possible, key=lambda item: _distance(item, wanted)))
+        step += 1
+    return found
+
+
+def _distance(layout: Layout, wanted: Layout) -> tuple[float, Layout]:
+    ratio = 1.0
+    for found, meant in ((layout.tp, wanted.tp), (layout.ep, wanted.ep), (layout.pp, wanted.pp)):
+        ratio *= max(found, meant) / min(found, meant)
+    return ratio, layout
+
+
+def _factorizations(ranks: int) -> Iterator[Layout]:
+    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    for tp in divisors:
+        for ep in divisors:
+            if ranks % (tp * ep) == 0:
+                yield Layout(tp, ep, ranks // (tp * ep))
+
+
+def _given(tp: int | None, ep: int | None, pp: int | None) -> str:
+    return " x ".join(f"{name}{value}" for name, value in (("TP", tp), ("EP", ep), ("PP", pp)) if value is not None)
+
+
+def _fill(tp: int | None, ep: int | None, pp: int | None, rest: int) -> Layout:
+    if tp is None:
+        return Layout(rest, ep or 1, pp or 1)
+    if ep is None:
+        return Layout(tp, rest, pp or 1)
+    return Layout(tp, ep, rest)
+
+
+def _why(layout: Layout, free: list[str], count: int) -> str:
+    if count == 1:
+        return f"{layout} is the only possible layout for {layout.ranks} GPUs with what was given"
+    words = [f"TP {layout.tp} stays inside a node of {NODE_GPUS} and splits every large matrix"]
+    if layout.ep > 1:
+        words.append(f"EP {layout.ep} deals out whole experts")
+    if layout.pp > 1:
+        words.append(f"PP {layout.pp} takes what neither can divide")
+    return f"chosen among {count} possible layouts ({', '.join(free)} free): {', '.join(words)}"
