@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from k3tool.config import K3Config
 from k3tool.errors import UnsupportedError
+from k3tool.garbage import collector_paused
 from k3tool.names import shard_name
 
 COMPONENTS = (
@@ -34,27 +35,26 @@ EXPERT_MATRICES = ("w1", "w2", "w3")  # gate, down, up
 
 
 class Entry(NamedTuple):
-    """One tensor that the configuration implies. `shard` counts from 0."""
+    """One tensor that the configuration implies. `shard` counts from 0.
+
+    parameters: logical weights; an MXFP4 code counts one, its scales count none.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     component: str
     shard: int
+    nbytes: int
+    parameters: int
 
-    @property
-    def nbytes(self) -> int:
-        return count(self.shape) * DTYPE_BITS[self.dtype] // 8
 
-    @property
-    def parameters(self) -> int:
-        """Logical weights: an MXFP4 code counts one, its scales count none."""
-        if self.component == "routed_experts":
-            if self.name.endswith(".weight_packed"):
-                return 2 * count(self.shape)
-            if self.name.endswith("_scale"):
-                return 0
-        return count(self.shape)
+def make_entry(name: str, shape: tuple[int, ...], dtype: str, component: str, shard: int) -> Entry:
+    elements = count(shape)
+    parameters = elements
+    if component == "routed_experts" and not name.endswith(".weight"):
+        parameters = 2 * elements if name.endswith(".weight_packed") else 0
+    return Entry(name, shape, dtype, component, shard, elements * DTYPE_BITS[dtype] // 8, parameters)
 
 
 class Catalog(NamedTuple):
@@ -75,6 +75,11 @@ def count(shape: tuple[int, ...]) -> int:
 
 def catalog(config: K3Config) -> Catalog:
     """All tensors that `config` implies, in shard order. Raises UnsupportedError where a width cannot be stored."""
+    with collector_paused():
+        return _catalog(config)
+
+
+def _catalog(config: K3Config) -> Catalog:
     total = config.num_layers + (3 if config.vision else 1)
     entries: list[Entry] = []
     for layer in range(config.num_layers):
@@ -83,6 +88,8 @@ def catalog(config: K3Config) -> Catalog:
     if config.vision:
         entries.extend(_projector(config, config.num_layers + 1))
         entries.extend(_vision(config, config.num_layers + 2))
+    if config.dtype != "BF16":
+        entries = [make_entry(*entry[:2], config.dtype, *entry[3:5]) if entry.dtype == "BF16" else entry for entry in entries]
     return Catalog(entries, [shard_name(number + 1, total) for number in range(total)])
 
 
@@ -136,7 +143,7 @@ def _layer(config: K3Config, layer: int) -> Iterator[Entry]:
     kind = config.layer_kinds[layer]
 
     def entry(name: str, shape: tuple[int, ...], component: str, dtype: str = "BF16") -> Entry:
-        return Entry(prefix + name, shape, dtype, component, layer)
+        return make_entry(prefix + name, shape, dtype, component, layer)
 
     yield entry("input_layernorm.weight", (hidden,), "norms")
     yield entry("post_attention_layernorm.weight", (hidden,), "norms")
@@ -180,9 +187,10 @@ def _experts(config: K3Config, layer: int, prefix: str) -> Iterator[Entry]:
         stored.append((f".{matrix}.weight_scale", (rows, columns // group), scale_dtype))
         if config.expert_scheme == "nvfp4":
             stored.append((f".{matrix}.weight_global_scale", (1,), "F32"))
+    sample = [(suffix, make_entry(suffix, shape, dtype, "routed_experts", layer)[1:]) for suffix, shape, dtype in stored]
     for expert in range(config.num_experts):
-        for suffix, shape, dtype in stored:
-            yield Entry(f"{prefix}{expert}{suffix}", shape, dtype, "routed_experts", layer)
+        for suffix, rest in sample:
+            yield Entry(f"{prefix}{expert}{suffix}", *rest)
 
 
 def _glu(hidden: int, intermediate: int) -> Iterator[tuple[str, tuple[int, int]]]:
@@ -194,21 +202,21 @@ def _glu(hidden: int, intermediate: int) -> Iterator[tuple[str, tuple[int, int]]
 def _globals(config: K3Config, shard: int) -> Iterator[Entry]:
     prefix, table = config.name_prefix, (config.vocab_size, config.hidden_size)
     if not config.tie_word_embeddings:
-        yield Entry(f"{prefix}lm_head.weight", table, "BF16", "embeddings", shard)
-    yield Entry(f"{prefix}model.embed_tokens.weight", table, "BF16", "embeddings", shard)
-    yield Entry(f"{prefix}model.norm.weight", (config.hidden_size,), "BF16", "norms", shard)
+        yield make_entry(f"{prefix}lm_head.weight", table, "BF16", "embeddings", shard)
+    yield make_entry(f"{prefix}model.embed_tokens.weight", table, "BF16", "embeddings", shard)
+    yield make_entry(f"{prefix}model.norm.weight", (config.hidden_size,), "BF16", "norms", shard)
     if config.attn_res_block_size:
-        yield Entry(f"{prefix}model.output_attn_res_norm.weight", (config.hidden_size,), "BF16", "attn_res", shard)
-        yield Entry(f"{prefix}model.output_attn_res_proj.weight", (1, config.hidden_size), "BF16", "attn_res", shard)
+        yield make_entry(f"{prefix}model.output_attn_res_norm.weight", (config.hidden_size,), "BF16", "attn_res", shard)
+        yield make_entry(f"{prefix}model.output_attn_res_proj.weight", (1, config.hidden_size), "BF16", "attn_res", shard)
 
 
 def _projector(config: K3Config, shard: int) -> Iterator[Entry]:
     vision = config.vision
     assert vision is not None
     merged = vision.hidden_size * vision.merge_size
-    yield Entry("mm_projector.post_norm.weight", (vision.text_hidden_size,), "BF16", "vision", shard)
-    yield Entry("mm_projector.proj.0.weight", (merged, merged), "BF16", "vision", shard)
-    yield Entry("mm_projector.proj.2.weight", (vision.text_hidden_size, merged), "BF16", "vision", shard)
+    yield make_entry("mm_projector.post_norm.weight", (vision.text_hidden_size,), "BF16", "vision", shard)
+    yield make_entry("mm_projector.proj.0.weight", (merged, merged), "BF16", "vision", shard)
+    yield make_entry("mm_projector.proj.2.weight", (vision.text_hidden_size, merged), "BF16", "vision", shard)
 
 
 def _vision(config: K3Config, shard: int) -> Iterator[Entry]:
@@ -217,7 +225,7 @@ def _vision(config: K3Config, shard: int) -> Iterator[Entry]:
     width, inner, qkv = vision.hidden_size, vision.intermediate_size, vision.qkv_hidden_size
 
     def entry(name: str, *shape: int) -> Entry:
-        return Entry(f"vision_tower.{name}.weight", shape, "BF16", "vision", shard)
+        return make_entry(f"vision_tower.{name}.weight", shape, "BF16", "vision", shard)
 
     for block in range(vision.num_layers):
         prefix = f"encoder.blocks.{block}."

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from k3tool.errors import CheckpointCorrupt, CheckpointMissing
 
 LayerKind = Literal["kda", "mla"]
+_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 MAX_CONFIG_BYTES = 16 * 1024 * 1024
 
 
@@ -35,8 +36,9 @@ class VisionConfig:
 
 @dataclass(frozen=True)
 class K3Config:
-    model_type: str  # of the text model: "kimi_linear" in both families
+    model_type: str  # of the whole model: "kimi_k3" or "kimi_linear"
     is_k3: bool  # nested form: names carry `language_model.`
+    dtype: str  # of the weights that are neither packed nor kept in float32, as safetensors spells it
     vocab_size: int
     hidden_size: int
     layer_kinds: tuple[LayerKind, ...]
@@ -240,6 +242,12 @@ class _Reader:
             raise self._bad(f"layer {absent} (counted from 1) is neither in kda_layers nor in full_attn_layers")
         return tuple(kinds[layer] for layer in range(1, count + 1))
 
+    def dtype(self) -> str:
+        found = self.top.get("dtype") or self.top.get("torch_dtype") or self.text.get("dtype") or "bfloat16"
+        if found not in _DTYPES:
+            raise self._bad(f"dtype must be one of {', '.join(_DTYPES)}, found {found!r}")
+        return _DTYPES[found]
+
     def eos(self) -> tuple[int, ...]:
         value = self.top.get("eos_token_id", self.text.get("eos_token_id"))
         values = value if isinstance(value, list) else [] if value is None else [value]
@@ -290,8 +298,9 @@ class _Reader:
         lower_bound = linear.get("gate_lower_bound")
         quantization = text.get("quantization_config") or self.top.get("quantization_config")
         return K3Config(
-            model_type=str(text.get("model_type", "kimi_linear")),
+            model_type=str(self.top.get("model_type", "kimi_linear")),
             is_k3=self.is_k3,
+            dtype=self.dtype(),
             vocab_size=self.integer(text, "vocab_size"),
             hidden_size=self.integer(text, "hidden_size"),
             layer_kinds=self.layer_kinds(),

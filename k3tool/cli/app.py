@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
@@ -51,7 +52,8 @@ def _register(name: str) -> None:
 
 
 for _name in COMMANDS:
-    _register(_name)
+    if find_spec(f"k3tool.cli.{_name}"):
+        _register(_name)
 
 # The class above BadParameter is the usage error of the parser that Typer brings; public names of Typer only.
 _PARSER_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
