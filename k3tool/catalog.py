@@ -89,7 +89,9 @@ def _catalog(config: K3Config) -> Catalog:
         entries.extend(_projector(config, config.num_layers + 1))
         entries.extend(_vision(config, config.num_layers + 2))
     if config.dtype != "BF16":
-        entries = [make_entry(*entry[:2], config.dtype, *entry[3:5]) if entry.dtype == "BF16" else entry for entry in entries]
+        entries = [
+            make_entry(*entry[:2], config.dtype, *entry[3:5]) if entry.dtype == "BF16" else entry for entry in entries
+        ]
     return Catalog(entries, [shard_name(number + 1, total) for number in range(total)])
 
 
@@ -187,7 +189,9 @@ def _experts(config: K3Config, layer: int, prefix: str) -> Iterator[Entry]:
         stored.append((f".{matrix}.weight_scale", (rows, columns // group), scale_dtype))
         if config.expert_scheme == "nvfp4":
             stored.append((f".{matrix}.weight_global_scale", (1,), "F32"))
-    sample = [(suffix, make_entry(suffix, shape, dtype, "routed_experts", layer)[1:]) for suffix, shape, dtype in stored]
+    sample = [
+        (suffix, make_entry(suffix, shape, dtype, "routed_experts", layer)[1:]) for suffix, shape, dtype in stored
+    ]
     for expert in range(config.num_experts):
         for suffix, rest in sample:
             yield Entry(f"{prefix}{expert}{suffix}", *rest)
@@ -207,7 +211,9 @@ def _globals(config: K3Config, shard: int) -> Iterator[Entry]:
     yield make_entry(f"{prefix}model.norm.weight", (config.hidden_size,), "BF16", "norms", shard)
     if config.attn_res_block_size:
         yield make_entry(f"{prefix}model.output_attn_res_norm.weight", (config.hidden_size,), "BF16", "attn_res", shard)
-        yield make_entry(f"{prefix}model.output_attn_res_proj.weight", (1, config.hidden_size), "BF16", "attn_res", shard)
+        yield make_entry(
+            f"{prefix}model.output_attn_res_proj.weight", (1, config.hidden_size), "BF16", "attn_res", shard
+        )
 
 
 def _projector(config: K3Config, shard: int) -> Iterator[Entry]:

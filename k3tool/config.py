@@ -336,7 +336,9 @@ class _Reader:
             situ_linear_beta=self.number(text, "activation_situ_linear_beta", 25.0),
             attn_res_block_size=self.optional(text, "attn_res_block_size"),
             rms_norm_eps=self.number(text, "rms_norm_eps", 1e-5),
-            tie_word_embeddings=self.flag(text, "tie_word_embeddings", self.flag(self.top, "tie_word_embeddings", False)),
+            tie_word_embeddings=self.flag(
+                text, "tie_word_embeddings", self.flag(self.top, "tie_word_embeddings", False)
+            ),
             max_positions=self.integer(text, "max_position_embeddings", 1048576),
             bos_token_id=self.token("bos_token_id"),
             eos_token_ids=self.eos(),

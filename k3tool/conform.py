@@ -44,9 +44,10 @@ def conform(config: K3Config, expected: Catalog, found: Mapping[str, TensorSpec 
             absent += 1
             suspects.append(entry)
             continue
-        if spec is not None and (spec.shape != entry.shape or spec.dtype != entry.dtype):
-            if not _tolerated(config, entry, spec):
-                suspects.append(entry)
+        if spec is None or (spec.shape == entry.shape and spec.dtype == entry.dtype):
+            continue
+        if not _tolerated(config, entry, spec):
+            suspects.append(entry)
     extra: set[str] = set()
     if len(expected.entries) - absent < len(found):
         extra = set(found) - {entry.name for entry in expected.entries}

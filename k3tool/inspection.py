@@ -113,7 +113,9 @@ def _inspect(
         conformance=conform(config, expected, found),
         headers="read" if not absent else "absent" if not present else "partial",
         missing_files=absent,
-        listed=_listed(checkpoint, found, expected, pattern, layer) if pattern is not None or layer is not None else None,
+        listed=_listed(checkpoint, found, expected, pattern, layer)
+        if pattern is not None or layer is not None
+        else None,
     )
 
 

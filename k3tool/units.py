@@ -20,9 +20,7 @@ def parse_size(text: str) -> int:
     match = _SIZE.fullmatch(text)
     factor = _FACTORS.get(match.group(2).lower()) if match else None
     if match is None or factor is None:
-        raise UsageError(
-            f"not a size: {text!r}", hint="write 5GB, 5GiB, 512MiB or a number of bytes"
-        )
+        raise UsageError(f"not a size: {text!r}", hint="write 5GB, 5GiB, 512MiB or a number of bytes")
     return int(float(match.group(1)) * factor) if "." in match.group(1) else int(match.group(1)) * factor
 
 
@@ -35,9 +33,7 @@ def parse_ranges(text: str, *, what: str, limit: int | None = None) -> tuple[int
         if first > last:
             raise UsageError(f"not a list of {what}: {text!r}", hint="write it as 0-3,7")
         if limit is not None and last >= limit:
-            raise UsageError(
-                f"{what} {last} does not exist", hint=f"{what} are numbered from 0 to {limit - 1}"
-            )
+            raise UsageError(f"{what} {last} does not exist", hint=f"{what} are numbered from 0 to {limit - 1}")
         values.update(range(first, last + 1))
     return tuple(sorted(values))
 
@@ -46,7 +42,13 @@ def format_bytes(count: float) -> str:
     """Decimal units, as disks and the Hub count: `1.56 TB`."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if abs(count) < 999.5 or unit == "TB":
-            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}" if abs(count) < 1000 else f"{count:,.0f} {unit}"
+            return (
+                f"{count:.0f} B"
+                if unit == "B"
+                else f"{count:.3g} {unit}"
+                if abs(count) < 1000
+                else f"{count:,.0f} {unit}"
+            )
         count /= 1000
     raise AssertionError("unreachable")
 

@@ -107,6 +107,8 @@ class Ledger:
         shutil.rmtree(self.state, ignore_errors=True)
         fsync_folder(self.folder)
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._journal.close()
         self._lock.close()

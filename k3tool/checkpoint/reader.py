@@ -55,7 +55,9 @@ class Checkpoint:
         """The index file, or for a single-file model the one made from its header."""
         if INDEX_NAME in self.files:
             if self.files[INDEX_NAME] > MAX_INDEX_BYTES:
-                raise CheckpointCorrupt(f"{INDEX_NAME}: {self.files[INDEX_NAME]} bytes is no index", hint="fetch it again")
+                raise CheckpointCorrupt(
+                    f"{INDEX_NAME}: {self.files[INDEX_NAME]} bytes is no index", hint="fetch it again"
+                )
             return parse_index(self.source.read(INDEX_NAME), where=f"{self.source.label}/{INDEX_NAME}")
         if SINGLE_NAME in self.files:
             tensors = self.header(SINGLE_NAME).tensors

@@ -12,7 +12,9 @@ from typing import Protocol, runtime_checkable
 
 from k3tool.errors import CheckpointCorrupt, CheckpointMissing, UsageError
 
-_REPO = re.compile(r"(?:hf://)?(?P<repo>[\w][\w.-]{0,95}/[\w][\w.-]{0,95})(?:@(?P<revision>[\w][\w./-]{0,199}))?", re.ASCII)
+_REPO = re.compile(
+    r"(?:hf://)?(?P<repo>[\w][\w.-]{0,95}/[\w][\w.-]{0,95})(?:@(?P<revision>[\w][\w./-]{0,199}))?", re.ASCII
+)
 
 
 @runtime_checkable
@@ -51,7 +53,9 @@ class LocalSource:
 
     def files(self) -> dict[str, int]:
         with os.scandir(self.root) as entries:
-            return {entry.name: entry.stat().st_size for entry in sorted(entries, key=lambda e: e.name) if entry.is_file()}
+            return {
+                entry.name: entry.stat().st_size for entry in sorted(entries, key=lambda e: e.name) if entry.is_file()
+            }
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
         try:

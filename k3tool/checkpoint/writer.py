@@ -58,7 +58,9 @@ class AtomicFile:
         except OSError as error:
             raise no_space(self.path, error) from None
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             if kind is None:
                 os.fsync(self._file.fileno())
@@ -102,7 +104,9 @@ class ShardWriter:
     def append(self, data: bytes | bytearray | memoryview) -> None:
         self._file.write(data)
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         short = kind is None and self._file.size != self.header.file_size
         self._file.__exit__(ValueError if short else kind, value, trace)
         if short:

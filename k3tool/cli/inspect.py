@@ -37,7 +37,8 @@ def command(
         checkpoint = Checkpoint.open(source)
         if layer is not None and layer >= checkpoint.config.num_layers:
             raise UsageError(
-                f"layer {layer} does not exist", hint=f"layers are numbered from 0 to {checkpoint.config.num_layers - 1}"
+                f"layer {layer} does not exist",
+                hint=f"layers are numbered from 0 to {checkpoint.config.num_layers - 1}",
             )
         report = inspect(checkpoint, pattern=tensors, layer=layer, progress=output.progress)
         output.result(report.as_json(), essential=report.total_size, human=lambda console: _show(console, report))
@@ -50,7 +51,10 @@ def _show(console: Console, report: Inspection) -> None:
         markup=False,
     )
     if report.listed is not None:
-        rows = [(item["name"], item["dtype"], item["shape"], format_bytes(item["bytes"]), item["shard"]) for item in report.listed]
+        rows = [
+            (item["name"], item["dtype"], item["shape"], format_bytes(item["bytes"]), item["shard"])
+            for item in report.listed
+        ]
         console.print(table(("tensor", "dtype", "shape", "size", "shard"), rows))
         console.print(f"{len(rows):,} tensors listed", markup=False)
         return
@@ -84,11 +88,20 @@ def _show_differences(console: Console, report: Inspection) -> None:
     if report.headers != "read":
         text = "the headers are absent: shapes and sizes are computed from config.json and the index"
         if report.headers == "partial":
-            text = f"{len(report.missing_files)} shards are absent: their shapes and sizes are computed from config.json"
+            text = (
+                f"{len(report.missing_files)} shards are absent: their shapes and sizes are computed from config.json"
+            )
         console.print(text, markup=False)
     found = report.conformance
-    for word, names in (("missing", found.missing), ("unexpected", found.unexpected), ("mismatched", list(found.mismatched))):
+    for word, names in (
+        ("missing", found.missing),
+        ("unexpected", found.unexpected),
+        ("mismatched", list(found.mismatched)),
+    ):
         if names:
-            console.print(f"{word}: {len(names):,} tensors, such as {clean(names[0])} {clean(found.mismatched.get(names[0], ''))}", markup=False)
+            console.print(
+                f"{word}: {len(names):,} tensors, such as {clean(names[0])} {clean(found.mismatched.get(names[0], ''))}",
+                markup=False,
+            )
     if found.ok:
         console.print("every tensor that config.json implies is named, and no other", markup=False)

@@ -1,0 +1,255 @@
+"""Is this folder the checkpoint it claims to be? Three depths, each including the one before.
+
+names: index against configuration and files. headers: every header against index, configuration and file length.
+bytes: SHA-256 of every file against the digests known for it: the manifest that k3tool wrote, the release's built-in
+table, or the records an `hf download --local-dir` left. A file without a known digest is `unknown`, never `ok`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from k3tool import release
+from k3tool.catalog import catalog
+from k3tool.checkpoint.header import TensorSpec
+from k3tool.checkpoint.index import INDEX_NAME
+from k3tool.checkpoint.manifest import FileRecord, load_manifest
+from k3tool.checkpoint.reader import CONFIG_NAME, Checkpoint
+from k3tool.checkpoint.source import LocalSource
+from k3tool.conform import conform
+from k3tool.errors import CheckpointCorrupt, CheckpointMissing, K3Error
+from k3tool.events import SILENT, Progress
+from k3tool.garbage import collector_paused
+from k3tool.units import format_bytes
+
+Depth = Literal["names", "headers", "bytes"]
+DEPTHS: tuple[Depth, ...] = ("names", "headers", "bytes")
+BLOCK_BYTES = 4 << 20
+_SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
+
+
+@dataclass
+class FileReport:
+    """status: ok, missing, corrupt, or unknown (bytes depth: no digest to compare with)."""
+
+    name: str
+    status: Literal["ok", "missing", "corrupt", "unknown"] = "ok"
+    problem: str = ""
+
+
+@dataclass
+class VerifyReport:
+    source: str
+    depth: Depth
+    files: list[FileReport] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    bytes_read: int = 0
+    seconds: float = 0.0
+    digests: str = ""  # where the expected digests came from
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    @property
+    def unproven(self) -> int:
+        return sum(file.status == "unknown" for file in self.files)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "source": self.source,
+            "depth": self.depth,
+            "files": [vars(file) for file in self.files],
+            "problems": self.problems,
+            "bytes_read": self.bytes_read,
+            "seconds": round(self.seconds, 3),
+            "digests": self.digests,
+            "unproven": self.unproven,
+        }
+
+    def error(self) -> K3Error:
+        """The failure to raise for a report that is not ok: missing (exit 10) only where nothing is corrupt."""
+        corrupt = [file for file in self.files if file.status == "corrupt"]
+        kind = (
+            CheckpointCorrupt if corrupt or all(file.status != "missing" for file in self.files) else CheckpointMissing
+        )
+        named = [file.problem for file in corrupt if file.problem] or self.problems
+        first = named[0]
+        more = f" (and {len(self.problems) - 1} more problems)" if len(self.problems) > 1 else ""
+        names = sorted({file.name for file in self.files if file.status in ("corrupt", "missing")})
+        include = "".join(f" --include '{name}'" for name in names[:3])
+        hint = (
+            f"k3tool fetch REPO{include} --local-dir {self.source} fetches only what is wrong"
+            if names
+            else ("compare config.json, index and shards with their publisher's")
+        )
+        return kind(first + more, hint=hint).with_document(self.as_json())
+
+
+def verify(
+    folder: str | Path, *, depth: Depth = "headers", max_workers: int | None = None, progress: Progress = SILENT
+) -> VerifyReport:
+    """Check a local checkpoint and report every problem; raises only where there is no checkpoint to check.
+
+    Raises CheckpointMissing (no folder, no configuration, no index), CheckpointCorrupt (those two unreadable).
+    """
+    begun = time.monotonic()
+    checkpoint = Checkpoint(LocalSource(folder))
+    with collector_paused():
+        report = _Verification(checkpoint, depth, progress).run()
+    if depth == "bytes":
+        _check_bytes(checkpoint, report, max_workers or 4, progress)
+    report.files.sort(key=lambda file: file.name)
+    report.seconds = time.monotonic() - begun
+    return report
+
+
+class _Verification:
+    """Names and headers: collects problems instead of stopping at the first."""
+
+    def __init__(self, checkpoint: Checkpoint, depth: Depth, progress: Progress) -> None:
+        self.checkpoint = checkpoint
+        self.depth = depth
+        self.progress = progress
+        self.report = VerifyReport(checkpoint.source.label, depth)
+        self.files: dict[str, FileReport] = {}
+
+    def problem(self, text: str, file: str | None = None, status: Literal["missing", "corrupt"] = "corrupt") -> None:
+        self.report.problems.append(text)
+        if file is not None:
+            entry = self.files.setdefault(file, FileReport(file))
+            entry.status = status if entry.status != "corrupt" else "corrupt"
+            entry.problem = entry.problem or text
+
+    def run(self) -> VerifyReport:
+        checkpoint = self.checkpoint
+        config, index = checkpoint.config, checkpoint.index
+        self.files = {name: FileReport(name) for name in (CONFIG_NAME, INDEX_NAME) if name in checkpoint.files}
+        for shard in index.shards:
+            self.files[shard] = FileReport(shard)
+            if shard not in checkpoint.files:
+                self.problem(f"{shard} is missing: the index places tensors in it", shard, "missing")
+        found: dict[str, TensorSpec | None] = dict.fromkeys(index.weight_map)
+        whole = all(shard in checkpoint.files for shard in index.shards)
+        if self.depth != "names":
+            self.read_headers(found)
+            whole = whole and None not in found.values()
+        self.compare(conform(config, catalog(config), found))
+        size = sum(spec.nbytes for spec in found.values() if spec is not None)
+        if self.depth != "names" and whole and index.total_size not in (None, size):
+            self.problem(f"{INDEX_NAME}: total_size says {index.total_size}, the tensors have {size} bytes", INDEX_NAME)
+        self.report.files = list(self.files.values())
+        return self.report
+
+    def read_headers(self, found: dict[str, TensorSpec | None]) -> None:
+        checkpoint = self.checkpoint
+        weight_map = checkpoint.index.weight_map
+        shards = [shard for shard in checkpoint.index.shards if shard in checkpoint.files]
+        self.progress.started("verify headers", len(shards), "shards")
+        for shard in shards:
+            try:
+                header = checkpoint.header(shard)
+            except K3Error as error:
+                self.problem(error.message, shard, "missing" if isinstance(error, CheckpointMissing) else "corrupt")
+                continue
+            finally:
+                self.progress.advanced("verify headers", 1)
+            self.report.bytes_read += header.data_start
+            for spec in header.tensors:
+                if weight_map.get(spec.name) == shard:
+                    found[spec.name] = spec
+                else:
+                    place = weight_map.get(spec.name)
+                    text = f"the index places it in {place}" if place else "the index does not name it"
+                    self.problem(f"{shard} holds {spec.name}, but {text}", shard)
+            named = {spec.name for spec in header.tensors}
+            for name in (name for name, place in weight_map.items() if place == shard and name not in named):
+                self.problem(f"{shard} does not hold {name} that the index places there", shard)
+        self.progress.finished("verify headers")
+
+    def compare(self, found: Any) -> None:
+        weight_map = self.checkpoint.index.weight_map
+        for name in found.missing:
+            self.problem(f"{name} is missing: the configuration implies it", None)
+        for name in found.unexpected:
+            self.problem(f"{name} is not part of what the configuration implies", None)
+        for name, text in found.mismatched.items():
+            self.problem(f"{name}: {text}", weight_map.get(name))
+
+
+def known_digests(checkpoint: Checkpoint) -> tuple[dict[str, FileRecord], str]:
+    """Expected size and SHA-256 per file, and the words that say where they came from."""
+    folder = Path(checkpoint.source.label)
+    manifest = load_manifest(folder)
+    if manifest is not None:
+        return dict(manifest.files), f"the manifest of k3tool {manifest.command}"
+    recorded = _downloaded_digests(folder)
+    if release.same_architecture(checkpoint.config) and set(release.shards()) == set(checkpoint.shards):
+        others = {name: r for name, r in release.other_files().items() if name in checkpoint.files}
+        return {**recorded, **others, **release.shards()}, "the built-in table of the release"
+    return recorded, "the records of hf download" if recorded else ""
+
+
+def _downloaded_digests(folder: Path) -> dict[str, FileRecord]:
+    """What `hf download --local-dir` noted: for LFS files the ETag is the SHA-256 of the content."""
+    digests: dict[str, FileRecord] = {}
+    notes = folder / ".cache" / "huggingface" / "download"
+    for path in sorted(notes.glob("*.metadata")) if notes.is_dir() else ():
+        lines = path.read_text(errors="replace").split("\n")
+        if len(lines) >= 2 and _SHA256.fullmatch(lines[1].strip()):
+            digests[path.name[: -len(".metadata")]] = FileRecord(-1, lines[1].strip())
+    return digests
+
+
+def _check_bytes(checkpoint: Checkpoint, report: VerifyReport, workers: int, progress: Progress) -> None:
+    digests, report.digests = known_digests(checkpoint)
+    by_name = {file.name: file for file in report.files}
+    for name in digests:
+        if name not in by_name:
+            by_name[name] = FileReport(name)
+            report.files.append(by_name[name])
+            if name not in checkpoint.files:
+                _fail(report, by_name[name], f"{name} is missing: its digest is on record", "missing")
+    jobs = [file for file in report.files if file.name in checkpoint.files and file.name in digests]
+    for file in report.files:
+        if file.status == "ok" and file.name not in digests:
+            file.status = "unknown"
+            file.problem = "no digest is known for this file"
+    task = "verify bytes"
+    progress.started(task, sum(checkpoint.files[file.name] for file in jobs))
+    with ThreadPoolExecutor(workers) as pool:
+        results = pool.map(lambda file: _digest(Path(checkpoint.source.label) / file.name, task, progress), jobs)
+        for file, (found, size) in zip(jobs, results, strict=True):
+            report.bytes_read += size
+            expected = digests[file.name].sha256
+            if found != expected:
+                _fail(report, file, f"{file.name}: sha256 differs (expected {expected}, found {found})", "corrupt")
+                progress.item(f"{file.name}: WRONG sha256 {found}, expected {expected}")
+            else:
+                progress.item(f"{file.name}: {format_bytes(size)} ok")
+    progress.finished(task)
+
+
+def _fail(report: VerifyReport, file: FileReport, text: str, status: Literal["missing", "corrupt"]) -> None:
+    report.problems.append(text)
+    file.status = status
+    file.problem = file.problem or text
+
+
+def _digest(path: Path, task: str, progress: Progress) -> tuple[str, int]:
+    """SHA-256 (hex) and length of a file, read in 4 MiB blocks."""
+    digest, size = hashlib.sha256(), 0
+    buffer = bytearray(BLOCK_BYTES)
+    view = memoryview(buffer)
+    with open(path, "rb", buffering=0) as file:
+        while got := file.readinto(buffer):
+            digest.update(view[:got])
+            size += got
+            progress.advanced(task, got)
+    return digest.hexdigest(), size
