@@ -19,6 +19,11 @@ MAX_DIMENSIONS = 8
 _DTYPES = {**DTYPE_BITS, "C64": 64, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8}
 
 
+def dtype_bits(dtype: str) -> int:
+    """Bits of one element. Raises KeyError for a dtype that safetensors does not have."""
+    return _DTYPES[dtype]
+
+
 class TensorSpec(NamedTuple):
     """One tensor of a shard: dtype as safetensors spells it, shape, and [start, end) within the data section."""
 

@@ -1,0 +1,162 @@
+"""What a job is made of: output tensors, the source ranges each comes from, and transforms of those that must travel
+together.
+
+All of it is pure description (names, dtypes, shapes); nothing here opens a file. An output is either a `Copy` of
+source ranges or the result of a `Compute` on them, and in both cases a pure function of those ranges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from k3tool.catalog import count
+from k3tool.checkpoint.header import dtype_bits
+
+
+class TensorOut(NamedTuple):
+    """One tensor of an output file. `dtype` as safetensors spells it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return count(self.shape) * dtype_bits(self.dtype) // 8
+
+
+class Region(NamedTuple):
+    """[start, stop) along `axis` of one source tensor of the given whole shape; everything along the other axes.
+
+    `tensor` is the name under which the source finds it (`Tensors.locate`). A scalar is axis 0, [0, 1).
+    """
+
+    tensor: str
+    dtype: str
+    shape: tuple[int, ...]
+    axis: int
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """Extent along `axis`."""
+        return self.stop - self.start
+
+    @property
+    def blocks(self) -> Blocks:
+        """Where its bytes are, counted from the tensor's first byte."""
+        bits = dtype_bits(self.dtype)
+        inner = count(self.shape[self.axis + 1 :]) * bits
+        outer = count(self.shape[: self.axis])
+        extent = self.shape[self.axis] if self.shape else 1
+        assert inner * self.start % 8 == 0 and inner * self.stop % 8 == 0, "a cut inside a byte"
+        pitch, width, offset = extent * inner // 8, self.size * inner // 8, self.start * inner // 8
+        if width == pitch:
+            return Blocks(offset, width * outer, width * outer, 1)
+        return Blocks(offset, width, pitch, outer)
+
+    @property
+    def nbytes(self) -> int:
+        blocks = self.blocks
+        return blocks.width * blocks.rows
+
+
+class Blocks(NamedTuple):
+    """`rows` runs of `width` bytes, one every `pitch` bytes, the first at `offset`. One row: a plain byte range."""
+
+    offset: int
+    width: int
+    pitch: int
+    rows: int
+
+
+class Zeros(NamedTuple):
+    """Zero padding, `size` long along the axis of its Copy."""
+
+    size: int
+
+
+class Literal(NamedTuple):
+    """Bytes that the plan itself knows (a stored shape). The only member of its Copy."""
+
+    data: bytes
+
+
+Member = Region | Zeros | Literal
+
+
+class Copy(NamedTuple):
+    """One output tensor: its members joined along `axis` in order. Bytes are carried, never interpreted."""
+
+    output: TensorOut
+    members: tuple[Member, ...]
+    axis: int = 0
+
+    @property
+    def outputs(self) -> tuple[TensorOut, ...]:
+        return (self.output,)
+
+    @property
+    def needs(self) -> tuple[Region, ...]:
+        return tuple(member for member in self.members if isinstance(member, Region))
+
+    @property
+    def memory_bytes(self) -> int:
+        """What it needs beside the copy buffers: nothing that grows with the tensor."""
+        return 0
+
+
+class Applied(NamedTuple):
+    """What a transform gives back: the bytes of each output in order, and optionally a JSON value to report."""
+
+    outputs: Sequence[Any]
+    measured: Any = None
+
+
+class Transform(Protocol):
+    """A pure function from whole inputs to whole outputs. Called from several threads at once."""
+
+    def describe(self) -> str:
+        """What it does in a few words; equal words mean equal results (the job's identity is made of them)."""
+        ...
+
+    def apply(self, inputs: Sequence[Any]) -> Applied:
+        """inputs: one 1-D numpy uint8 array per region of `needs`, in order, row-major, writable, not kept after.
+
+        Each output is anything with the buffer interface whose length is exactly its TensorOut's bytes.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Several output tensors that follow each other in a file, made by one transform from what travels together.
+
+    working_bytes: memory the transform needs beside its inputs and outputs.
+    """
+
+    outputs: tuple[TensorOut, ...]
+    needs: tuple[Region, ...]
+    transform: Transform
+    working_bytes: int = field(default=0)
+
+    @property
+    def memory_bytes(self) -> int:
+        moved = sum(region.nbytes for region in self.needs) + sum(output.nbytes for output in self.outputs)
+        return moved + self.working_bytes
+
+
+Step = Copy | Compute
+
+
+def whole(tensor: str, dtype: str, shape: tuple[int, ...]) -> Region:
+    """All of one source tensor."""
+    return Region(tensor, dtype, shape, 0, 0, shape[0] if shape else 1)
+
+
+def carry(name: str, dtype: str, shape: tuple[int, ...], *, source: str | None = None) -> Copy:
+    """One tensor unchanged, under `name`; `source` where the source knows it by another."""
+    return Copy(TensorOut(name, dtype, shape), (whole(source or name, dtype, shape),))
