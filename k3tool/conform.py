@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from k3tool.catalog import Catalog, Entry, count
 from k3tool.checkpoint.header import TensorSpec
 from k3tool.config import K3Config
+from k3tool.errors import K3Error
 from k3tool.names import parse_name
 
 _ABSENT = TensorSpec("", "U8", (0,), 0, 0)
@@ -92,11 +93,12 @@ def _settle(
         parsed = parse_name(name) if name in owner or name.rsplit(".", 1)[0] in modules else None
         if parsed and parsed.module_path in modules:
             parts[parsed.module_path][parsed.part] = spec
+    implied = {owner[entry.name] for entry in suspects}
     plain = {owner[entry.name] for entry in suspects if entry.name.endswith(".weight")}
     settled: dict[str, str | None] = {}
     for module in modules:
         same_scheme = module in plain and set(parts[module]) == {"weight"}  # only its shape or dtype can be wrong
-        settled[module] = None if same_scheme else _scheme(parts[module], logical.get(module))
+        settled[module] = None if same_scheme or module not in implied else _scheme(parts[module], logical.get(module))
         scheme = settled[module]
         if scheme:
             result.schemes[module] = scheme
@@ -118,11 +120,13 @@ def _scheme(parts: Mapping[str, TensorSpec | None], shape: tuple[int, ...] | Non
 
     specs = {part: spec for part, spec in parts.items() if spec is not None}
     if len(specs) < len(parts):
-        return formats.detect_by_names(parts)
+        known = {frozenset(formats.stored_tensors(scheme, (256, 256))): scheme for scheme in formats.SCHEMES}
+        return known.get(frozenset(parts))
     try:
-        scheme = formats.detect(specs)
-    except ValueError:
+        scheme = formats.detect(specs, shape=shape)
+    except K3Error:
         return None
-    if scheme is None or shape is None or len(shape) != 2:
+    logical = formats.logical_shape(scheme, specs)
+    if shape is None or logical is None:
         return scheme
-    return scheme if formats.logical_shape(scheme, specs) == tuple(shape) else None
+    return scheme if logical == tuple(shape) else None
