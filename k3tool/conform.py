@@ -50,10 +50,12 @@ def conform(config: K3Config, expected: Catalog, found: Mapping[str, TensorSpec 
         if not _tolerated(config, entry, spec):
             suspects.append(entry)
     extra: set[str] = set()
+    names: set[str] = set()
     if len(expected.entries) - absent < len(found):
-        extra = set(found) - {entry.name for entry in expected.entries}
+        names = {entry.name for entry in expected.entries}
+        extra = set(found) - names
     if suspects or extra:
-        _settle(suspects, extra, found, result)
+        _settle(suspects, extra, names, found, result)
     return result
 
 
@@ -73,7 +75,7 @@ def _tolerated(config: K3Config, entry: Entry, spec: TensorSpec) -> bool:
 
 
 def _settle(
-    suspects: list[Entry], extra: set[str], found: Mapping[str, TensorSpec | None], result: Conformance
+    suspects: list[Entry], extra: set[str], names: set[str], found: Mapping[str, TensorSpec | None], result: Conformance
 ) -> None:
     """Modules stored in another complete scheme are fine; what is left is missing, mismatched or unexpected."""
     parts: dict[str, dict[str, TensorSpec | None]] = defaultdict(dict)
@@ -94,6 +96,7 @@ def _settle(
         if parsed and parsed.module_path in modules:
             parts[parsed.module_path][parsed.part] = spec
     implied = {owner[entry.name] for entry in suspects}
+    implied.update(m for m in modules if f"{m}.weight" in names or f"{m}.weight_packed" in names)
     plain = {owner[entry.name] for entry in suspects if entry.name.endswith(".weight")}
     settled: dict[str, str | None] = {}
     for module in modules:

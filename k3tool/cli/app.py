@@ -29,7 +29,6 @@ app = typer.Typer(
     name="k3tool",
     help="Fetch, verify, plan, reshard, quantize and run Kimi K3 checkpoints.",
     epilog=EXIT_CODES,
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -37,13 +36,19 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def _root(
-    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version and stop.")] = False,
-) -> None:
-    if version:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         typer.echo(f"k3tool {__version__}")
         raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """Fetch, verify, plan, reshard, quantize and run Kimi K3 checkpoints."""
 
 
 def _register(name: str) -> None:
@@ -70,8 +75,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(arguments: list[str]) -> int:
     """Run one command line in this process and return its exit code. Never raises, except for `SystemExit` of none."""
+    if not arguments:
+        run(["--help"])
+        return UsageError.exit_code
     try:
         result = app(args=arguments, prog_name="k3tool", standalone_mode=False)
+        if result == EXIT_INTERRUPTED:  # Typer answers an interrupt itself
+            return _fail(arguments, _Interrupted())
         return result if isinstance(result, int) else 0
     except K3Error as error:
         return _fail(arguments, error)

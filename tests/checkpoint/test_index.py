@@ -22,7 +22,7 @@ def test_round_trip():
      "x.bin", "C:x.safetensors", "x\x00.safetensors", "x\n.safetensors", "y" * 300 + ".safetensors", "-x.safetensors"],
 )  # fmt: skip
 def test_names_that_are_no_plain_file_are_refused(shard: str):
-    with pytest.raises(CheckpointCorrupt, match="not a plain .safetensors file name"):
+    with pytest.raises(CheckpointCorrupt, match=r"not a plain \.safetensors file name"):
         parse_index(json.dumps({"weight_map": {"a": shard}}).encode())
 
 
