@@ -51,9 +51,7 @@ def expanded(q: Tensor, cache: Tensor, kv_b: Tensor, key_dim: int) -> Tensor:
         scores = queries @ torch.cat([pairs[..., :key_dim], shared], dim=-1).transpose(1, 2)
         scores = _causal(scores, cache.shape[0] - time - start).flatten(0, 1)
         values = pairs[..., key_dim:]
-        running.add(
-            scores, lambda weights, values=values: (weights.unflatten(0, (heads, time)) @ values).flatten(0, 1)
-        )
+        running.add(scores, lambda weights, values=values: (weights.unflatten(0, (heads, time)) @ values).flatten(0, 1))
     return running.result().unflatten(0, (heads, time)).transpose(0, 1).to(q.dtype)
 
 

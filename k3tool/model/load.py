@@ -1,0 +1,260 @@
+"""Checkpoint to model: which tensors make up each module, checked before a byte of them is read.
+
+How a module is stored is decided from the names, dtypes and shapes of its tensors, never from a quantization
+configuration. The model is built twice from the same code: once only to check and to count bytes, then for real.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from k3tool.catalog import count
+from k3tool.checkpoint.reader import Checkpoint, Located
+from k3tool.config import K3Config
+from k3tool.errors import CapacityError, CheckpointCorrupt, UsageError
+from k3tool.events import SILENT, Progress
+from k3tool.memory import available_bytes
+from k3tool.model.attention import KdaAttention, MlaAttention
+from k3tool.model.cache import Cache
+from k3tool.model.decoder import DecoderLayer, Model
+from k3tool.model.experts import load_experts
+from k3tool.model.moe import GatedMlp, SparseMoe
+from k3tool.model.weights import Matrix, Weights
+from k3tool.names import parse_name
+from k3tool.units import format_bytes
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    layers: int | None = None,
+    memory_bytes: int | None = None,
+    progress: Progress = SILENT,
+) -> Model:
+    """The text model with its first `layers` layers (all with None). Matrices stay in memory as they are on disk.
+
+    memory_bytes: a limit below what the machine has. Raises CheckpointMissing, CheckpointCorrupt, UnsupportedError
+    (a storage scheme), UsageError (`layers`), CapacityError before anything is read.
+    """
+    config = checkpoint.config
+    number = config.num_layers if layers is None else layers
+    if not 1 <= number <= config.num_layers:
+        raise UsageError(
+            f"--layers {number}: the model has {config.num_layers} layers", hint="give a number within them"
+        )
+    located = _locate(checkpoint, config, number)
+    measured = Weights(checkpoint, located, device, None)
+    _build(measured, config, number, dtype)
+    _refuse_unknown(located, measured.used)
+    _check_memory(measured.nbytes, config, number, device, memory_bytes)
+    progress.started("load", sum(located[name].spec.nbytes for name in measured.used))
+    model = _build(Weights(checkpoint, located, device, progress), config, number, dtype)
+    progress.finished("load")
+    return model
+
+
+def _locate(checkpoint: Checkpoint, config: K3Config, number: int) -> dict[str, Located]:
+    """Places of the tensors of the first `number` layers and of the text model's globals; reads their headers only."""
+    wanted: dict[str, set[str]] = {}
+    for name, shard in checkpoint.index.weight_map.items():
+        parsed = parse_name(name)
+        if parsed is None or parsed.prefix != config.name_prefix:
+            continue
+        is_global = parsed.layer is None and parsed.module.startswith(("model.", "lm_head"))
+        if is_global or (parsed.layer is not None and parsed.layer < number):
+            wanted.setdefault(shard, set()).add(name)
+    located: dict[str, Located] = {}
+    for shard, names in wanted.items():
+        header = checkpoint.header(shard)
+        for spec in header.tensors:
+            if spec.name in names:
+                located[spec.name] = Located(spec, shard, header.data_start + spec.start)
+                names.discard(spec.name)
+        if names:
+            raise CheckpointCorrupt(
+                f"{shard} does not hold tensor {min(names)} that the index places there",
+                hint="k3tool verify lists every disagreement",
+            )
+    return located
+
+
+def _refuse_unknown(located: dict[str, Located], used: set[str]) -> None:
+    """A tensor that nothing reads would change what the model computes."""
+    unknown = sorted(set(located) - used - {name for name in located if name.endswith("rotary_emb.inv_freq")})
+    if unknown:
+        raise CheckpointCorrupt(
+            f"{located[unknown[0]].shard}: the configuration implies no tensor {unknown[0]}"
+            + (f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""),
+            hint="config.json and shards must come from the same checkpoint",
+        )
+
+
+def _check_memory(weights: int, config: K3Config, number: int, device: torch.device, memory_bytes: int | None) -> None:
+    states = Cache(config, number, torch.device("meta"), torch.float32).kda_state_bytes
+    need = weights + states
+    if device.type == "cuda":
+        room = torch.cuda.mem_get_info(device)[0]
+    else:
+        room = available_bytes()
+    if memory_bytes is not None:
+        room = min(room, memory_bytes)
+    if need > room:
+        raise CapacityError(
+            f"{format_bytes(weights)} of weights and {format_bytes(states)} of state do not fit in {format_bytes(room)}",
+            hint="run fewer layers (--layers N), or a smaller checkpoint, or on a machine with more memory",
+            needed_bytes=need,
+            available_bytes=room,
+        )
+
+
+def _build(weights: Weights, config: K3Config, number: int, dtype: torch.dtype) -> Model:
+    prefix = config.name_prefix
+    table = (config.vocab_size, config.hidden_size)
+    embed_tokens = weights.matrix(f"{prefix}model.embed_tokens", *table)
+    lm_head = embed_tokens if config.tie_word_embeddings else weights.matrix(f"{prefix}lm_head", *table)
+    norm = weights.vector(f"{prefix}model.norm.weight", (config.hidden_size,))
+    output_attn_res = _query(weights, config, f"{prefix}model.output_attn_res")
+    weights.fill()
+    layers = []
+    for layer in range(number):
+        layers.append(_layer(weights, config, layer))
+        weights.fill()
+    return Model(config, dtype, weights.device, embed_tokens, tuple(layers), output_attn_res, norm, lm_head)
+
+
+def _query(weights: Weights, config: K3Config, site: str) -> Tensor | None:
+    """norm.weight * proj.weight of one mixing site, float32 [hidden]: they are only ever used as this product."""
+    if config.attn_res_block_size is None:
+        return None
+    hidden = config.hidden_size
+    query = weights.vector(f"{site}_norm.weight", (hidden,))
+    proj = weights.vector(f"{site}_proj.weight", (1, hidden), (hidden,))
+    weights.check(lambda: query.mul_(proj.view(-1)))
+    return query
+
+
+def _layer(weights: Weights, config: K3Config, layer: int) -> DecoderLayer:
+    prefix = f"{config.name_prefix}model.layers.{layer}"
+    attention = _kda if config.layer_kinds[layer] == "kda" else _mla
+    mlp = _moe(weights, config, f"{prefix}.block_sparse_moe") if config.is_moe(layer) else None
+    return DecoderLayer(
+        input_layernorm=weights.vector(f"{prefix}.input_layernorm.weight", (config.hidden_size,)),
+        post_attention_layernorm=weights.vector(f"{prefix}.post_attention_layernorm.weight", (config.hidden_size,)),
+        self_attention_res=_query(weights, config, f"{prefix}.self_attention_res"),
+        mlp_res=_query(weights, config, f"{prefix}.mlp_res"),
+        self_attn=attention(weights, config, f"{prefix}.self_attn"),
+        mlp=mlp or _mlp(weights, config, f"{prefix}.mlp", config.intermediate_size),
+    )
+
+
+def _kda(weights: Weights, config: K3Config, prefix: str) -> KdaAttention:
+    hidden, width = config.hidden_size, config.kda_size
+    heads, dim, taps = config.kda_num_heads, config.kda_head_dim, config.conv_kernel_size
+    full = config.full_rank_gate
+    rows = [Matrix(f"{prefix}.{stream}_proj", (width, hidden)) for stream in "qkv"]
+    rows.append(Matrix(f"{prefix}.{'g' if full else 'g_a'}_proj", (width if full else dim, hidden)))
+    rows.append(Matrix(f"{prefix}.f_a_proj", (dim, hidden)))
+    rows.append(Matrix(f"{prefix}.b_proj", (heads, hidden)))
+    return KdaAttention(
+        heads=heads,
+        head_dim=dim,
+        lower_bound=config.gate_lower_bound,
+        eps=config.rms_norm_eps,
+        in_proj=weights.stack(rows),
+        conv1d=_convolutions(weights, prefix, width, taps),
+        f_b_proj=weights.matrix(f"{prefix}.f_b_proj", width, dim),
+        A_log=_a_log(weights, config, f"{prefix}.A_log"),
+        dt_bias=weights.vector(f"{prefix}.dt_bias", (width,), (heads, dim)).view(heads, dim),
+        g_b_proj=None if full else weights.matrix(f"{prefix}.g_b_proj", width, dim),
+        o_norm=weights.vector(f"{prefix}.o_norm.weight", (dim,)),
+        o_proj=weights.matrix(f"{prefix}.o_proj", hidden, width),
+    )
+
+
+def _convolutions(weights: Weights, prefix: str, width: int, taps: int) -> Tensor:
+    """[W, 3 C] float32 from the three [C, 1, W] (or [C, W]) of the checkpoint: channels lie side by side per tap."""
+    parts = [
+        weights.vector(f"{prefix}.{stream}_conv1d.weight", (width, 1, taps), (width, taps)).view(width, taps)
+        for stream in "qkv"
+    ]
+    result = torch.empty(taps, 3 * width, dtype=torch.float32, device=parts[0].device)
+    weights.check(lambda: result.copy_(torch.cat(parts).t()))
+    return result
+
+
+def _a_log(weights: Weights, config: K3Config, name: str) -> Tensor:
+    """[H]: one per head. What is stored beyond the heads is padding and must be zero. Raises CheckpointCorrupt."""
+    heads = config.kda_num_heads
+    found = weights.modules.get(name.rpartition(".")[0], {}).get("A_log")
+    shapes: list[tuple[int, ...]] = [(heads,), (config.a_log_size,), (1, 1, heads, 1)]
+    if found is not None and len(found.spec.shape) == 1 and heads <= count(found.spec.shape) <= 4096:
+        shapes.append(found.spec.shape)
+    stored = weights.vector(name, *shapes).view(-1)
+
+    def check() -> None:
+        extra = stored[heads:].nonzero()
+        if len(extra):
+            at = heads + int(extra[0])
+            raise CheckpointCorrupt(
+                f"tensor {name}: entry {at} is padding behind {heads} heads and must be 0, found {float(stored[at]):g}",
+                hint="the checkpoint was written by a tool that misreads A_log: fetch the original",
+            )
+
+    weights.check(check)
+    return stored[:heads]
+
+
+def _mla(weights: Weights, config: K3Config, prefix: str) -> MlaAttention:
+    hidden, heads, rank = config.hidden_size, config.num_heads, config.q_lora_rank
+    queries = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
+    pairs, values = config.qk_nope_head_dim + config.v_head_dim, heads * config.v_head_dim
+    rows = [Matrix(f"{prefix}.q_a_proj", (rank, hidden)) if rank else Matrix(f"{prefix}.q_proj", (queries, hidden))]
+    rows.append(Matrix(f"{prefix}.kv_a_proj_with_mqa", (config.mla_cache_width, hidden)))
+    if config.mla_output_gate:
+        rows.append(Matrix(f"{prefix}.g_proj", (values, hidden)))
+    kv_b = weights.matrix(f"{prefix}.kv_b_proj", heads * pairs, config.kv_lora_rank)
+    return MlaAttention(
+        heads=heads,
+        key_dim=config.qk_nope_head_dim,
+        query_width=rank or queries,
+        has_gate=config.mla_output_gate,
+        in_proj=weights.stack(rows),
+        q_a_layernorm=weights.vector(f"{prefix}.q_a_layernorm.weight", (rank,)) if rank else None,
+        q_b_proj=weights.matrix(f"{prefix}.q_b_proj", queries, rank) if rank else None,
+        kv_a_layernorm=weights.vector(f"{prefix}.kv_a_layernorm.weight", (config.kv_lora_rank,)),
+        kv_b_proj=kv_b.view(heads, pairs, config.kv_lora_rank),
+        o_proj=weights.matrix(f"{prefix}.o_proj", hidden, values),
+    )
+
+
+def _gate_up(prefix: str, intermediate: int, hidden: int) -> list[Matrix]:
+    return [Matrix(f"{prefix}.{name}_proj", (intermediate, hidden)) for name in ("gate", "up")]
+
+
+def _mlp(weights: Weights, config: K3Config, prefix: str, intermediate: int) -> GatedMlp:
+    gate_up = weights.stack(_gate_up(prefix, intermediate, config.hidden_size))
+    return GatedMlp(config, gate_up, weights.matrix(f"{prefix}.down_proj", config.hidden_size, intermediate))
+
+
+def _moe(weights: Weights, config: K3Config, prefix: str) -> SparseMoe:
+    hidden, latent, shared = config.hidden_size, config.latent_size, config.shared_intermediate_size
+    rows = [Matrix(f"{prefix}.routed_expert_down_proj", (latent, hidden))] if latent else []
+    rows += _gate_up(f"{prefix}.shared_experts", shared, hidden) if shared else []
+    has_norm = latent and config.latent_norm
+    return SparseMoe(
+        config=config,
+        gate=weights.matrix(f"{prefix}.gate", config.num_experts, hidden),
+        e_score_correction_bias=(
+            weights.vector(f"{prefix}.gate.e_score_correction_bias", (config.num_experts,))
+            if config.router_bias
+            else None
+        ),
+        experts=load_experts(weights, config, f"{prefix}.experts"),
+        in_proj=weights.stack(rows) if rows else None,
+        routed_expert_norm=weights.vector(f"{prefix}.routed_expert_norm.weight", (latent,)) if has_norm else None,
+        routed_expert_up_proj=weights.matrix(f"{prefix}.routed_expert_up_proj", hidden, latent) if latent else None,
+        shared_down_proj=(weights.matrix(f"{prefix}.shared_experts.down_proj", hidden, shared) if shared else None),
+    )

@@ -1,0 +1,92 @@
+"""The feed-forward half of a layer: a dense gated MLP, or routed experts (in a latent space) beside shared ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from k3tool.config import K3Config
+from k3tool.kernels.linear import linear
+from k3tool.kernels.moe import Experts, experts_forward, gated_activation
+from k3tool.kernels.norm import rms_norm
+from k3tool.kernels.router import select_experts
+
+
+class Observer(Protocol):
+    """Sees intermediate values: `hidden` after each layer, `router_ids` and `router_weights` of each MoE layer."""
+
+    def __call__(self, what: str, layer: int, value: Tensor) -> None: ...
+
+
+@dataclass(frozen=True)
+class GatedMlp:
+    """`act(x Wg^T, x Wu^T) Wd^T`. gate_up_proj: rows of gate_proj, then of up_proj."""
+
+    config: K3Config
+    gate_up_proj: Tensor  # [2 I, hidden]
+    down_proj: Tensor  # [hidden, I]
+
+    def forward(self, x: Tensor, layer: int, observe: Observer | None) -> Tensor:
+        """x [T, hidden] -> [T, hidden] in x.dtype."""
+        return linear(activate(self.config, linear(x, self.gate_up_proj)), self.down_proj)
+
+
+@dataclass(frozen=True)
+class SparseMoe:
+    """K routed experts per token plus shared experts.
+
+    in_proj: rows of routed_expert_down_proj, then shared gate_proj and up_proj; None where there is neither.
+    routed_expert_norm: applied after the weighted sum. shared_down_proj: None without shared experts.
+    """
+
+    config: K3Config
+    gate: Tensor  # [E, hidden]
+    e_score_correction_bias: Tensor | None  # [E] float32
+    experts: Experts
+    in_proj: Tensor | None
+    routed_expert_norm: Tensor | None
+    routed_expert_up_proj: Tensor | None
+    shared_down_proj: Tensor | None
+
+    def forward(self, x: Tensor, layer: int, observe: Observer | None) -> Tensor:
+        """x [T, hidden] -> [T, hidden] in x.dtype. The router reads x in float32, at full width."""
+        config = self.config
+        ids, weights = select_experts(
+            linear(x.float(), self.gate),
+            self.e_score_correction_bias,
+            config.experts_per_token,
+            activation=config.router_activation,
+            renormalize=config.renormalize,
+            scaling_factor=config.routed_scaling_factor,
+            num_groups=config.num_expert_groups,
+            topk_groups=config.topk_groups,
+        )
+        if observe is not None:
+            observe("router_ids", layer, ids)
+            observe("router_weights", layer, weights)
+        rows = x[:, :0] if self.in_proj is None else linear(x, self.in_proj)
+        latent = config.latent_size or 0
+        routed = experts_forward(
+            rows[:, :latent] if latent else x,
+            self.experts,
+            ids,
+            weights,
+            config.activation,
+            config.situ_beta,
+            config.situ_linear_beta,
+        ).to(x.dtype)
+        if self.routed_expert_norm is not None:
+            routed = rms_norm(routed, self.routed_expert_norm, config.rms_norm_eps)
+        if self.routed_expert_up_proj is not None:
+            routed = linear(routed, self.routed_expert_up_proj)
+        if self.shared_down_proj is None:
+            return routed
+        return routed + linear(activate(config, rows[:, latent:]), self.shared_down_proj)
+
+
+def activate(config: K3Config, gate_up: Tensor) -> Tensor:
+    """SiTU or SiLU gating of [T, 2 I] (gate, then up) -> [T, I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gated_activation(gate, up, config.activation, config.situ_beta, config.situ_linear_beta)

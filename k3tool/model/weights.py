@@ -1,0 +1,273 @@
+"""Tensors of a checkpoint as torch tensors: declared first, then read in file order straight to where they belong.
+
+Declaring allocates; `fill` reads what has been declared since the last call, scattering large positional reads into
+the destinations, so that stacked projections and stacked experts are never copied. In measuring mode nothing is
+allocated and nothing read: names, shapes and schemes are checked and the bytes are counted.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from k3tool import formats
+from k3tool.catalog import count
+from k3tool.checkpoint.header import TensorSpec
+from k3tool.checkpoint.reader import Checkpoint, Located
+from k3tool.checkpoint.source import Source
+from k3tool.errors import CheckpointCorrupt, CheckpointMissing
+from k3tool.events import Progress
+from k3tool.names import parse_name
+
+TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+PLAIN_SCHEMES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+READ_BYTES = 256 << 20  # one system call reads at most this much
+READ_BUFFERS = 1000  # and scatters it into at most this many destinations (IOV_MAX is 1024)
+
+
+class Matrix(NamedTuple):
+    """A linear layer to load: its module path and logical shape [out, in]."""
+
+    module: str
+    shape: tuple[int, ...]
+
+
+class _Read(NamedTuple):
+    shard: str
+    offset: int
+    buffer: memoryview
+
+
+class Weights:
+    """Declares and reads tensors. `nbytes` counts what the declared tensors occupy in the memory of `device`."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, located: Mapping[str, Located], device: torch.device, progress: Progress | None
+    ) -> None:
+        """progress: None measures only."""
+        self.source = checkpoint.source
+        self.device = device
+        self.progress = progress
+        self.nbytes = 0
+        self.used: set[str] = set()
+        self.modules: dict[str, dict[str, Located]] = defaultdict(dict)
+        for name, place in located.items():
+            parsed = parse_name(name)
+            if parsed is not None:
+                self.modules[parsed.module_path][parsed.part] = place
+        self._reads: list[_Read] = []
+        self._conversions: list[Callable[[], None]] = []  # on the host, after the reads
+        self._copies: list[Callable[[], None]] = []  # to the device, after the conversions
+        self._checks: list[Callable[[], None]] = []
+
+    @property
+    def measuring(self) -> bool:
+        return self.progress is None
+
+    def scheme(self, matrix: Matrix) -> str:
+        """How a module is stored. Raises CheckpointMissing, CheckpointCorrupt, UnsupportedError."""
+        parts = {part: place.spec for part, place in self._parts(matrix).items()}
+        if not parts:
+            raise _missing(f"{self.source.label} holds no tensor {matrix.module}.weight")
+        scheme = formats.detect(parts, where=matrix.module, shape=matrix.shape)
+        found = formats.logical_shape(scheme, parts)
+        if found is not None and tuple(found) != tuple(matrix.shape):
+            raise _mismatch(f"{matrix.module}.weight", [matrix.shape], found)
+        return scheme
+
+    def stack(self, matrices: Sequence[Matrix]) -> Tensor:
+        """[sum of out, in]: the rows of several modules with one input, as stored where all share a plain dtype.
+
+        Otherwise plain matrices become float32 (exactly), and modules in a quantized scheme bfloat16.
+        """
+        dtypes = {PLAIN_SCHEMES.get(self.scheme(matrix), torch.bfloat16) for matrix in matrices}
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        result, staging = self.allocate((sum(m.shape[0] for m in matrices), matrices[0].shape[1]), dtype)
+        row = 0
+        for matrix in matrices:
+            rows = matrix.shape[0]
+            self._load(matrix, staging if staging is None else staging[row : row + rows])
+            row += rows
+        return result
+
+    def matrix(self, module: str, *shape: int) -> Tensor:
+        """One linear layer, [out, in]."""
+        return self.stack([Matrix(module, shape)])
+
+    def vector(self, name: str, *shapes: tuple[int, ...]) -> Tensor:
+        """A small plain tensor as float32, of one of the `shapes` (the first is the expected one), as stored."""
+        spec = self._spec(name)
+        if spec.shape not in shapes:
+            raise _mismatch(name, shapes, spec.shape)
+        result, staging = self.allocate(spec.shape, torch.float32)
+        self._convert(name, staging)
+        return result
+
+    def check(self, action: Callable[[], None]) -> None:
+        """Run `action` once everything declared so far is filled. Not when measuring."""
+        if not self.measuring:
+            self._checks.append(action)
+
+    def raw(self, name: str, destination: Tensor | None) -> None:
+        """Bytes of a tensor into a contiguous tensor of the same size in host memory."""
+        spec = self._spec(name)
+        if destination is None:
+            return
+        assert destination.nbytes == spec.nbytes
+        place = self._place(name)
+        view = memoryview(destination.reshape(-1).view(torch.uint8).numpy())
+        self._reads.append(_Read(place.shard, place.offset, view))
+
+    def dequantized(self, matrix: Matrix, scheme: str, destination: Tensor | None) -> None:
+        """A module of a quantized scheme into `destination` [out, in], rounded to its dtype."""
+        parts = self._parts(matrix)
+        self.used.update(f"{matrix.module}.{part}" for part in parts)
+        if destination is None:
+            return
+        held = {part: bytearray(place.spec.nbytes) for part, place in parts.items()}
+        for part, place in parts.items():
+            self._reads.append(_Read(place.shard, place.offset, memoryview(held[part])))
+
+        def convert() -> None:
+            arrays = {
+                part: formats.view(held[part], place.spec.dtype, place.spec.shape) for part, place in parts.items()
+            }
+            destination.copy_(torch.from_numpy(formats.dequantize(scheme, arrays, matrix.shape)))
+
+        self._conversions.append(convert)
+
+    def fill(self) -> None:
+        """Read everything that was declared, in file order, then convert, copy to the device and check it."""
+        for shard, reads in groupby(sorted(self._reads, key=lambda read: read[:2]), key=lambda read: read.shard):
+            scatter(self.source, shard, [(read.offset, read.buffer) for read in reads], self.progress)
+        self._reads.clear()
+        for actions in (self._conversions, self._copies, self._checks):
+            for action in actions:
+                action()
+            actions.clear()
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """A tensor on the device, and the host tensor to fill (the same one on the CPU, None when measuring)."""
+        self.nbytes += count(shape) * dtype.itemsize
+        if self.measuring:
+            return torch.empty(shape, dtype=dtype, device="meta"), None
+        result = torch.empty(shape, dtype=dtype, device=self.device)
+        if self.device.type == "cpu":
+            return result, result
+        staging = torch.empty(shape, dtype=dtype)
+        self._copies.append(lambda: result.copy_(staging))
+        return result, staging
+
+    def _load(self, matrix: Matrix, destination: Tensor | None) -> None:
+        scheme = self.scheme(matrix)
+        if scheme not in PLAIN_SCHEMES:
+            self.dequantized(matrix, scheme, destination)
+        elif destination is None or destination.dtype == PLAIN_SCHEMES[scheme]:
+            self.raw(f"{matrix.module}.weight", destination)
+        else:
+            self._convert(f"{matrix.module}.weight", destination)
+
+    def _convert(self, name: str, destination: Tensor | None) -> None:
+        """A plain tensor into a destination of another dtype."""
+        spec = self._spec(name)
+        if spec.dtype not in TORCH_DTYPES:
+            raise CheckpointCorrupt(
+                f"tensor {name}: expected BF16, F16 or F32, found {spec.dtype}",
+                hint="check the file with k3tool verify",
+            )
+        if destination is None:
+            return
+        held = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
+        self.raw(name, held)
+        self._conversions.append(lambda: destination.copy_(held))
+
+    def _parts(self, matrix: Matrix) -> dict[str, Located]:
+        """The tensors that hold the matrix; a router's bias shares its path but is not one of them."""
+        places = self.modules.get(matrix.module, {})
+        return {part: place for part, place in places.items() if part.startswith("weight")}
+
+    def _place(self, name: str) -> Located:
+        parsed = parse_name(name)
+        place = self.modules.get(parsed.module_path, {}).get(parsed.part) if parsed else None
+        if place is None:
+            raise _missing(f"{self.source.label} holds no tensor {name}")
+        return place
+
+    def _spec(self, name: str) -> TensorSpec:
+        self.used.add(name)
+        return self._place(name).spec
+
+
+def scatter(source: Source, shard: str, reads: list[tuple[int, memoryview]], progress: Progress | None) -> None:
+    """Fill buffers from ascending file offsets; neighbours in a local file share one system call."""
+    path = source.local_path(shard)
+    if path is None:
+        for offset, buffer in reads:
+            source.read_into(shard, offset, buffer)
+            _advance(progress, len(buffer))
+        return
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise _missing(f"cannot read {path}: {error.strerror}") from None
+    try:
+        run: list[memoryview] = []
+        start = end = size = 0
+        for offset, buffer in reads:
+            if run and (offset != end or size + len(buffer) > READ_BYTES or len(run) >= READ_BUFFERS):
+                _read_run(descriptor, start, run, str(path), progress)
+                run, size = [], 0
+            if not run:
+                start = offset
+            run.append(buffer)
+            size += len(buffer)
+            end = offset + len(buffer)
+        if run:
+            _read_run(descriptor, start, run, str(path), progress)
+    finally:
+        os.close(descriptor)
+
+
+def _read_run(descriptor: int, offset: int, buffers: list[memoryview], path: str, progress: Progress | None) -> None:
+    """Fill neighbouring buffers from `offset`. Raises CheckpointCorrupt where the file ends early."""
+    wanted = sum(len(buffer) for buffer in buffers)
+    done = 0
+    while done < wanted:
+        got = os.preadv(descriptor, buffers, offset + done)
+        if got == 0:
+            raise CheckpointCorrupt(
+                f"{path} is truncated: it ends at {offset + done}, needed up to {offset + wanted}",
+                hint="fetch this shard again",
+            )
+        done += got
+        _advance(progress, got)
+        while buffers and got >= len(buffers[0]):
+            got -= len(buffers.pop(0))
+        if got:
+            buffers[0] = buffers[0][got:]
+
+
+def _advance(progress: Progress | None, amount: int) -> None:
+    if progress is not None:
+        progress.advanced("load", amount)
+
+
+def _mismatch(name: str, expected: Sequence[Sequence[int]], found: Sequence[int]) -> CheckpointCorrupt:
+    wanted = " or ".join(str(list(shape)) for shape in expected)
+    return CheckpointCorrupt(
+        f"tensor {name}: the configuration implies {wanted}, found {list(found)}",
+        hint="config.json and shards must come from the same checkpoint",
+        name=name,
+        expected=[list(shape) for shape in expected],
+        found=list(found),
+    )
+
+
+def _missing(what: str) -> CheckpointMissing:
+    return CheckpointMissing(what, hint="k3tool verify lists what is absent; k3tool fetch completes it")
