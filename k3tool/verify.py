@@ -7,10 +7,8 @@ table, or the records an `hf download --local-dir` left. A file without a known 
 
 from __future__ import annotations
 
-import hashlib
 import re
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -26,21 +24,22 @@ from k3tool.conform import conform
 from k3tool.errors import CheckpointCorrupt, CheckpointMissing, K3Error
 from k3tool.events import SILENT, Progress
 from k3tool.garbage import collector_paused
+from k3tool.proofs import ProofBook, choose_sample, hash_files
 from k3tool.units import format_bytes
 
 Depth = Literal["names", "headers", "bytes"]
 DEPTHS: tuple[Depth, ...] = ("names", "headers", "bytes")
-BLOCK_BYTES = 4 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
 @dataclass
 class FileReport:
-    """status: ok, missing, corrupt, or unknown (bytes depth: no digest to compare with)."""
+    """status: ok, missing, corrupt, or unknown (bytes depth: no digest to compare with, or not in the sample)."""
 
     name: str
     status: Literal["ok", "missing", "corrupt", "unknown"] = "ok"
     problem: str = ""
+    proven: str = ""  # when an earlier check read this file, where this one relied on it
 
 
 @dataclass
@@ -61,6 +60,10 @@ class VerifyReport:
     def unproven(self) -> int:
         return sum(file.status == "unknown" for file in self.files)
 
+    @property
+    def proven_earlier(self) -> int:
+        return sum(bool(file.proven) for file in self.files)
+
     def as_json(self) -> dict[str, Any]:
         return {
             "source": self.source,
@@ -71,6 +74,7 @@ class VerifyReport:
             "seconds": round(self.seconds, 3),
             "digests": self.digests,
             "unproven": self.unproven,
+            "proven_earlier": self.proven_earlier,
         }
 
     def error(self) -> K3Error:
@@ -92,11 +96,25 @@ class VerifyReport:
         return kind(first + more, hint=hint).with_document(self.as_json())
 
 
+@dataclass(frozen=True)
+class BytesOptions:
+    """full: trust no earlier proof. sample: read only this share (0..1) of the bytes, another one each time."""
+
+    workers: int = 4
+    full: bool = False
+    sample: float | None = None
+
+
 def verify(
-    folder: str | Path, *, depth: Depth = "headers", max_workers: int | None = None, progress: Progress = SILENT
+    folder: str | Path,
+    *,
+    depth: Depth = "headers",
+    options: BytesOptions | None = None,
+    progress: Progress = SILENT,
 ) -> VerifyReport:
     """Check a local checkpoint and report every problem; raises only where there is no checkpoint to check.
 
+    At depth bytes, files proven by an earlier check and unchanged since are not read again (`options.full` reads all).
     Raises CheckpointMissing (no folder, no configuration, no index), CheckpointCorrupt (those two unreadable).
     """
     begun = time.monotonic()
@@ -104,7 +122,7 @@ def verify(
     with collector_paused():
         report = _Verification(checkpoint, depth, progress).run()
     if depth == "bytes":
-        _check_bytes(checkpoint, report, max_workers or 4, progress)
+        _check_bytes(checkpoint, report, options or BytesOptions(), progress)
     report.files.sort(key=lambda file: file.name)
     report.seconds = time.monotonic() - begun
     return report
@@ -207,7 +225,7 @@ def _downloaded_digests(folder: Path) -> dict[str, FileRecord]:
     return digests
 
 
-def _check_bytes(checkpoint: Checkpoint, report: VerifyReport, workers: int, progress: Progress) -> None:
+def _check_bytes(checkpoint: Checkpoint, report: VerifyReport, options: BytesOptions, progress: Progress) -> None:
     digests, report.digests = known_digests(checkpoint)
     by_name = {file.name: file for file in report.files}
     for name in digests:
@@ -216,40 +234,58 @@ def _check_bytes(checkpoint: Checkpoint, report: VerifyReport, workers: int, pro
             report.files.append(by_name[name])
             if name not in checkpoint.files:
                 _fail(report, by_name[name], f"{name} is missing: its digest is on record", "missing")
-    jobs = [file for file in report.files if file.name in checkpoint.files and file.name in digests]
     for file in report.files:
         if file.status == "ok" and file.name not in digests:
-            file.status = "unknown"
-            file.problem = "no digest is known for this file"
+            file.status, file.problem = "unknown", "no digest is known for this file"
+    folder = Path(checkpoint.source.label)
+    book = ProofBook(folder)
+    sizes = {name: checkpoint.files[name] for name in by_name if name in checkpoint.files and name in digests}
+    names = _to_read(sizes, digests, book, options, by_name)
     task = "verify bytes"
-    progress.started(task, sum(checkpoint.files[file.name] for file in jobs))
-    with ThreadPoolExecutor(workers) as pool:
-        results = pool.map(lambda file: _digest(Path(checkpoint.source.label) / file.name, task, progress), jobs)
-        for file, (found, size) in zip(jobs, results, strict=True):
-            report.bytes_read += size
-            expected = digests[file.name].sha256
-            if found != expected:
-                _fail(report, file, f"{file.name}: sha256 differs (expected {expected}, found {found})", "corrupt")
-                progress.item(f"{file.name}: WRONG sha256 {found}, expected {expected}")
-            else:
-                progress.item(f"{file.name}: {format_bytes(size)} ok")
+    progress.started(task, sum(sizes[name] for name in names))
+    for name, proof in hash_files(folder, names, workers=options.workers, task=task, progress=progress):
+        if isinstance(proof, OSError):
+            _fail(report, by_name[name], f"{name} cannot be read: {proof.strerror or proof}", "corrupt")
+            continue
+        report.bytes_read += proof.size
+        expected = digests[name].sha256
+        if proof.sha256 == expected:
+            book.add(proof)
+            progress.item(f"{name}: {format_bytes(proof.size)} ok")
+        else:
+            _fail(
+                report, by_name[name], f"{name}: sha256 differs (expected {expected}, found {proof.sha256})", "corrupt"
+            )
+            progress.item(f"{name}: WRONG sha256 {proof.sha256}, expected {expected}")
     progress.finished(task)
+
+
+def _to_read(
+    sizes: dict[str, int],
+    digests: dict[str, FileRecord],
+    book: ProofBook,
+    options: BytesOptions,
+    by_name: dict[str, FileReport],
+) -> list[str]:
+    """The files to hash now; the others are proven by an earlier check that still holds, or left out of the sample."""
+    if options.sample is not None:
+        chosen = choose_sample(sizes, options.sample, book)
+    else:
+        chosen = list(sizes)
+    reading: list[str] = []
+    for name in sizes:
+        proof = None if options.full else book.valid(name)
+        proven = proof is not None and proof.sha256 == digests[name].sha256
+        if name in chosen and not (proven and options.sample is None):
+            reading.append(name)
+        elif proven and proof is not None:
+            by_name[name].proven = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(proof.when))
+        elif by_name[name].status == "ok":
+            by_name[name].status, by_name[name].problem = "unknown", "not in this sample"
+    return reading
 
 
 def _fail(report: VerifyReport, file: FileReport, text: str, status: Literal["missing", "corrupt"]) -> None:
     report.problems.append(text)
     file.status = status
     file.problem = file.problem or text
-
-
-def _digest(path: Path, task: str, progress: Progress) -> tuple[str, int]:
-    """SHA-256 (hex) and length of a file, read in 4 MiB blocks."""
-    digest, size = hashlib.sha256(), 0
-    buffer = bytearray(BLOCK_BYTES)
-    view = memoryview(buffer)
-    with open(path, "rb", buffering=0) as file:
-        while got := file.readinto(buffer):
-            digest.update(view[:got])
-            size += got
-            progress.advanced(task, got)
-    return digest.hexdigest(), size

@@ -26,6 +26,10 @@ def command(
         str,
         typer.Option("--depth", metavar="names|headers|bytes", help="How deep to look; each includes the one before."),
     ] = "headers",
+    full: Annotated[bool, typer.Option("--full", help="Read every byte again, whatever was proven before.")] = False,
+    sample: Annotated[
+        str | None, typer.Option("--sample", metavar="SHARE", help="Read a share such as 5%; another one each time.")
+    ] = None,
     max_workers: WorkersOption = None,
     json: JsonOption = False,
     quiet: QuietOption = False,
@@ -36,20 +40,41 @@ def command(
     bytes: SHA-256 of every file against the digests known for it (the manifest of k3tool, the built-in table of the
     release, or the records of hf download). A file without a known digest is reported as unknown.
     """
-    from k3tool.verify import DEPTHS, verify
+    from k3tool.verify import DEPTHS, BytesOptions, verify
 
     if depth not in DEPTHS:
         raise UsageError(f"--depth {depth} does not exist", hint=f"write one of {', '.join(DEPTHS)}")
+    if (full or sample) and depth != "bytes":
+        raise UsageError("--full and --sample are about bytes", hint="add --depth bytes")
+    options = BytesOptions(workers=max_workers or BytesOptions.workers, full=full, sample=_share(sample))
     with Output("verify", json=json, quiet=quiet) as output:
-        report = verify(folder, depth=depth, max_workers=max_workers, progress=output.progress)
+        report = verify(folder, depth=depth, options=options, progress=output.progress)
         if not report.ok:
             output.show(lambda console: _show(console, report))
             raise report.error()
         output.result(report.as_json(), essential="ok", human=lambda console: _show(console, report))
         if report.unproven:
+            reason = "were not in this sample" if sample else "have no known digest"
             output.note(
-                f"warning: {report.unproven} of {len(report.files)} files have no known digest, so their bytes are not proven"
+                f"warning: {report.unproven} of {len(report.files)} files {reason}, so their bytes are not proven"
             )
+        if report.proven_earlier:
+            output.note(
+                f"{report.proven_earlier} files are unchanged since an earlier check read them (--full reads them again)"
+            )
+
+
+def _share(text: str | None) -> float | None:
+    """`5%` or `0.05` as 0.05. Raises UsageError."""
+    if text is None:
+        return None
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise UsageError(f"--sample {text} is no share of the bytes", hint="write it as 5%")
+    return share
 
 
 def _show(console: Console, report: VerifyReport) -> None:

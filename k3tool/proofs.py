@@ -1,0 +1,150 @@
+"""Hashing files in parallel, and remembering what was proven so that an interrupted check goes on where it stopped.
+
+A proof names the file's size, modification time, change time, inode and digest, and when it was made. It counts only
+while all of them still hold; the change time moves with any write, even where a tool sets the modification time back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from k3tool.events import SILENT, Progress
+
+PROOFS_NAME = ".k3tool-proofs.jsonl"
+BLOCK_BYTES = 2 << 20
+AHEAD_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A digest found by reading the whole file. Times in nanoseconds since the epoch; `when` in seconds."""
+
+    name: str
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int
+    sha256: str
+    when: float
+
+    @classmethod
+    def of(cls, name: str, status: os.stat_result, sha256: str) -> Proof:
+        return cls(name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, sha256, time.time())
+
+    def holds_for(self, status: os.stat_result) -> bool:
+        found = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+        return found == (self.size, self.mtime_ns, self.ctime_ns, self.inode)
+
+
+class ProofBook:
+    """The proofs of one folder, one line each; the last line of a file counts. A folder that cannot be written to
+    has no memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.path = folder / PROOFS_NAME
+        self.proofs: dict[str, Proof] = {}
+        with contextlib.suppress(OSError):
+            for line in self.path.read_bytes().splitlines():
+                with contextlib.suppress(ValueError, TypeError):  # a torn line proves nothing
+                    proof = Proof(**json.loads(line))
+                    self.proofs[proof.name] = proof
+
+    def valid(self, name: str) -> Proof | None:
+        """The proof of a file that has not changed since, or None."""
+        proof = self.proofs.get(name)
+        with contextlib.suppress(OSError):
+            if proof is not None and proof.holds_for((self.folder / name).stat()):
+                return proof
+        return None
+
+    def add(self, proof: Proof) -> None:
+        """Remember. Durable when this returns, where the folder can be written to."""
+        self.proofs[proof.name] = proof
+        with contextlib.suppress(OSError), open(self.path, "ab", buffering=0) as file:
+            file.write(b"\n" + json.dumps(asdict(proof)).encode())  # a line torn by a kill stays alone
+            os.fsync(file.fileno())
+
+
+def choose_sample(sizes: Mapping[str, int], share: float, book: ProofBook) -> list[str]:
+    """File names that make up at least `share` (0..1) of the bytes: never proven ones first, then the oldest proofs."""
+    order = sorted(sizes, key=lambda name: (book.proofs[name].when if name in book.proofs else 0.0, name))
+    chosen: list[str] = []
+    wanted = share * sum(sizes.values())
+    for name in order:
+        if sum(sizes[other] for other in chosen) >= wanted and chosen:
+            break
+        chosen.append(name)
+    return chosen
+
+
+def hash_files(
+    folder: Path, names: Sequence[str], *, workers: int, task: str, progress: Progress = SILENT
+) -> Iterator[tuple[str, Proof | OSError]]:
+    """Yield each file's proof as soon as it is read, in the order of finishing; an unreadable file yields its error.
+
+    Large files come first, so that no worker is left alone with one at the end. An interrupt stops the readers at
+    their next block.
+    """
+    stop = threading.Event()
+
+    def work(name: str) -> tuple[str, Proof | OSError]:
+        try:
+            return name, _read(folder, name, task, progress, stop)
+        except OSError as error:
+            return name, error
+
+    order = sorted(names, key=lambda name: -_size(folder / name))
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="verify")
+    try:
+        waiting = {pool.submit(work, name) for name in order}
+        while waiting:
+            done, waiting = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
+            for future in done:
+                yield future.result()
+    finally:
+        stop.set()
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _read(folder: Path, name: str, task: str, progress: Progress, stop: threading.Event) -> Proof:
+    digest = hashlib.sha256()
+    buffer = bytearray(BLOCK_BYTES)
+    view = memoryview(buffer)
+    done = 0
+    with open(folder / name, "rb", buffering=0) as file:
+        status = os.fstat(file.fileno())
+        _advise(file.fileno(), 0, 2 * AHEAD_BYTES)
+        while not stop.is_set():
+            got = file.readinto(buffer)
+            if not got:
+                return Proof.of(name, status, digest.hexdigest())
+            if done // AHEAD_BYTES != (done + got) // AHEAD_BYTES:
+                _advise(file.fileno(), done + AHEAD_BYTES, AHEAD_BYTES)
+            digest.update(view[:got])
+            done += got
+            progress.advanced(task, got)
+    raise InterruptedError(f"{name}: stopped")
+
+
+def _advise(descriptor: int, offset: int, length: int) -> None:
+    """Ask the kernel to read ahead while this block is hashed."""
+    if hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_WILLNEED)
