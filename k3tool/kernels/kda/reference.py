@@ -110,7 +110,7 @@ def _decayed_products(q: Tensor, k: Tensor, total: Tensor, floor: float) -> tupl
     are at most one. Blocks on the diagonal split it at their middle where `floor` keeps both factors finite, else
     the differences are taken pair by pair.
     """
-    *lead, chunk, key_dim = k.shape
+    *lead, chunk, _ = k.shape
     products = k.new_zeros(2, *lead, chunk, chunk)
     both = torch.stack([k, q])  # [2, X, N, C, K]
     for start in range(0, chunk, BLOCK):

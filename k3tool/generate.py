@@ -1,0 +1,378 @@
+"""Tokens in, tokens out: prefill, decode_one_token, sample, and a Session that joins them to a checkpoint.
+
+    session = Session.open("path/to/checkpoint", dtype="float32")
+    for token in session.generate([1, 2, 3], max_new_tokens=16):
+        ...
+    session.finish_reason, session.decode_timing.tokens_per_second, session.memory().mla_cache_bytes
+
+One sequence at a time. Text is the business of `k3tool.tokenizer` and `k3tool.chat`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from k3tool.checkpoint.reader import Checkpoint
+from k3tool.checkpoint.writer import ShardWriter
+from k3tool.config import K3Config
+from k3tool.errors import CheckFailed, UsageError
+from k3tool.events import SILENT, Progress
+from k3tool.kernels.dispatch import Backend, choose_backend, choose_device
+from k3tool.memory import peak_bytes
+from k3tool.model.cache import Cache
+from k3tool.model.decoder import Model
+from k3tool.model.load import load_model
+from k3tool.model.moe import Observer
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+PREFILL_NUMBERS = 1 << 25  # largest activation of a prefill block; longer prompts go block by block
+PREFILL_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class Timing:
+    tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+    def plus(self, tokens: int, seconds: float) -> Timing:
+        return Timing(self.tokens + tokens, self.seconds + seconds)
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Peaks are those of the process; caches are those of the sequence (`mla_cache_bytes`: of its tokens so far)."""
+
+    peak_host_bytes: int
+    peak_device_bytes: int
+    kda_state_bytes: int
+    mla_cache_bytes: int
+
+
+def prefill_block(config: K3Config) -> int:
+    """Tokens per prefill block: bounds the memory of activations, a multiple of the KDA chunk."""
+    widest = max(
+        4 * config.kda_size,
+        2 * config.intermediate_size,
+        config.num_heads * (config.qk_nope_head_dim + config.v_head_dim),
+        config.hidden_size * (2 + config.num_layers // (config.attn_res_block_size or config.num_layers)),
+    )
+    return max(256, min(PREFILL_TOKENS, PREFILL_NUMBERS // widest) // 64 * 64)
+
+
+def prefill(
+    model: Model,
+    ids: Sequence[int],
+    cache: Cache,
+    *,
+    all_logits: bool = False,
+    block: int | None = None,
+    observe: Observer | None = None,
+    progress: Progress = SILENT,
+) -> Tensor:
+    """Feed `ids` behind what `cache` has seen. Returns float32 logits: [vocab] of the last, or [T, vocab] of all.
+
+    block: tokens per pass (default: bounded memory); any value gives the same result up to rounding.
+    Raises UsageError for no ids or an id outside the vocabulary.
+    """
+    check_ids(model.config, ids)
+    tokens = torch.tensor(list(ids), dtype=torch.int64, device=model.device)
+    cache.reserve(cache.position + len(ids))
+    progress.started("prefill", len(ids), unit="tokens")
+    kept: list[Tensor] = []
+    hidden = None
+    for start in range(0, len(ids), block or prefill_block(model.config)):
+        piece = tokens[start : start + (block or prefill_block(model.config))]
+        hidden = model.forward(piece, cache, observe)
+        if all_logits:
+            kept.append(model.logits(hidden))
+        progress.advanced("prefill", piece.shape[0])
+    progress.finished("prefill")
+    assert hidden is not None
+    return torch.cat(kept) if all_logits else model.logits(hidden[-1:])[0]
+
+
+def decode_one_token(model: Model, token: int, cache: Cache, observe: Observer | None = None) -> Tensor:
+    """Feed one token; float32 logits [vocab] of what follows it."""
+    ids = torch.tensor([token], dtype=torch.int64, device=model.device)
+    return model.logits(model.forward(ids, cache, observe))[0]
+
+
+def sample(
+    logits: Tensor, temperature: float = 0.0, top_p: float = 1.0, generator: torch.Generator | None = None
+) -> int:
+    """A token id from float32 logits [vocab]: the largest at temperature 0, else drawn from the nucleus of `top_p`.
+
+    The nucleus is the smallest set of likeliest tokens whose probabilities reach `top_p`. Raises CheckFailed where
+    the logits are not numbers.
+    """
+    best = logits.max(-1)
+    if not math.isfinite(best.values.item()):
+        raise CheckFailed(
+            f"the largest logit is {best.values.item()}: the model's numbers overflowed",
+            hint="check the weights: k3tool verify --depth bytes; then try --dtype float32 or --backend reference",
+        )
+    if temperature <= 0.0:
+        return int(best.indices)
+    probabilities = torch.softmax(logits.to("cpu", torch.float32) / temperature, -1)
+    if top_p < 1.0:
+        ordered, ids = probabilities.sort(descending=True)
+        before = ordered.cumsum(-1) - ordered
+        kept = ordered.masked_fill(before >= top_p, 0.0)
+        return int(ids[torch.multinomial(kept, 1, generator=generator)])
+    return int(torch.multinomial(probabilities, 1, generator=generator))
+
+
+def check_ids(config: K3Config, ids: Sequence[int]) -> None:
+    """Raises UsageError for an empty prompt or an id outside the vocabulary."""
+    if len(ids) == 0:
+        raise UsageError("the prompt holds no token", hint="give at least one token id or some text")
+    for id_ in ids:
+        if not 0 <= id_ < config.vocab_size:
+            raise UsageError(
+                f"token id {id_} is outside the vocabulary of {config.vocab_size}",
+                hint=f"ids run from 0 to {config.vocab_size - 1}",
+            )
+
+
+@dataclass
+class Session:
+    """A loaded checkpoint and one running sequence. `backend.name` and `backend.reason` say which kernels run."""
+
+    label: str
+    model: Model
+    backend: Backend
+    cache: Cache
+    progress: Progress = SILENT
+    finish_reason: str | None = None  # "stop" (an end token) or "length", once `generate` has ended
+    prefill_timing: Timing = field(default_factory=Timing)
+    decode_timing: Timing = field(default_factory=Timing)
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        *,
+        device: str = "auto",
+        dtype: str = "bfloat16",
+        layers: int | None = None,
+        backend: str = "auto",
+        memory_bytes: int | None = None,
+        progress: Progress = SILENT,
+    ) -> Session:
+        """Load a checkpoint folder. device: auto, cpu, cuda, cuda:N. layers: only the first N. memory_bytes: a limit.
+
+        Raises UsageError, UnsupportedError (no such device or backend here), CheckpointMissing, CheckpointCorrupt,
+        CapacityError (before anything is read).
+        """
+        if dtype not in DTYPES:
+            raise UsageError(f"unknown dtype {dtype!r}", hint=f"dtypes: {', '.join(DTYPES)}")
+        place = choose_device(device)
+        chosen = choose_backend(backend, place)
+        checkpoint = Checkpoint.open(path)
+        model = load_model(
+            checkpoint,
+            device=place,
+            dtype=DTYPES[dtype],
+            layers=layers,
+            memory_bytes=memory_bytes,
+            progress=progress,
+        )
+        return cls(checkpoint.source.label, model, chosen, model.new_cache(), progress)
+
+    @property
+    def config(self) -> K3Config:
+        return self.model.config
+
+    @property
+    def device(self) -> str:
+        return str(self.model.device)
+
+    @property
+    def dtype(self) -> str:
+        return next(name for name, dtype in DTYPES.items() if dtype == self.model.dtype)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that are loaded and run."""
+        return len(self.model.layers)
+
+    def reset(self) -> None:
+        """Forget the sequence; the weights stay."""
+        self.cache = self.model.new_cache()
+        self.finish_reason = None
+        self.prefill_timing = self.decode_timing = Timing()
+
+    def prefill(self, ids: Sequence[int], *, all_logits: bool = False, observe: Observer | None = None) -> Tensor:
+        """Feed a prompt, or more of it: float32 logits [vocab] of the last token, or [T, vocab]. See `prefill`."""
+        started = time.perf_counter()
+        logits = prefill(self.model, ids, self.cache, all_logits=all_logits, observe=observe, progress=self.progress)
+        self._synchronize()
+        self.prefill_timing = self.prefill_timing.plus(len(ids), time.perf_counter() - started)
+        return logits
+
+    def decode(self, token: int, observe: Observer | None = None) -> Tensor:
+        """Feed one token: float32 logits [vocab]. Raises UsageError for an id outside the vocabulary."""
+        check_ids(self.config, [token])
+        started = time.perf_counter()
+        logits = decode_one_token(self.model, token, self.cache, observe)
+        self._synchronize()
+        self.decode_timing = self.decode_timing.plus(1, time.perf_counter() - started)
+        return logits
+
+    def generate(
+        self,
+        ids: Sequence[int],
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop_at_end: bool = True,
+        on_logits: Callable[[Tensor], None] | None = None,
+    ) -> Iterator[int]:
+        """Feed the prompt `ids`, then yield token after token: at most `max_new_tokens`, an end token included.
+
+        Greedy at temperature 0. The last token is not fed back. `on_logits` sees what was computed: first
+        [T, vocab] of the prompt, then [vocab] after each token that was fed. Sets `finish_reason` at the end.
+        Raises UsageError for bad options and for a prompt beyond the positions that the model was made for.
+        """
+        if max_new_tokens < 0 or not temperature >= 0 or not 0 < top_p <= 1:
+            raise UsageError(
+                f"bad sampling options: max_new_tokens {max_new_tokens}, temperature {temperature}, top_p {top_p}",
+                hint="max_new_tokens and temperature are at least 0, top_p lies in (0, 1]",
+            )
+        room = self.config.max_positions - self.cache.position - len(ids)
+        if room < 0:
+            raise UsageError(
+                f"{len(ids)} tokens do not fit in the model's {self.config.max_positions} positions",
+                hint="shorten the prompt",
+            )
+        check_ids(self.config, ids)
+        return self._generate(ids, min(max_new_tokens, room + 1), temperature, top_p, seed, stop_at_end, on_logits)
+
+    def _generate(
+        self,
+        ids: Sequence[int],
+        count: int,
+        temperature: float,
+        top_p: float,
+        seed: int | None,
+        stop_at_end: bool,
+        on_logits: Callable[[Tensor], None] | None,
+    ) -> Iterator[int]:
+        generator = torch.Generator()
+        if seed is not None:
+            generator.manual_seed(seed)
+        else:
+            generator.seed()
+        self.finish_reason = None
+        self.cache.reserve(self.cache.position + len(ids) + min(count, PREFILL_TOKENS))
+        logits = self.prefill(ids, all_logits=on_logits is not None)
+        if on_logits is not None:
+            on_logits(logits)
+            logits = logits[-1]
+        for index in range(count):
+            token = sample(logits, temperature, top_p, generator)
+            if stop_at_end and token in self.config.eos_token_ids:
+                self.finish_reason = "stop"
+            elif index == count - 1:
+                self.finish_reason = "length"
+            yield token
+            if self.finish_reason is not None:
+                return
+            logits = self.decode(token)
+            if on_logits is not None:
+                on_logits(logits)
+        self.finish_reason = "length"
+
+    def memory(self) -> MemoryReport:
+        peak_device = torch.cuda.max_memory_allocated(self.model.device) if self.model.device.type == "cuda" else 0
+        return MemoryReport(peak_bytes(), peak_device, self.cache.kda_state_bytes, self.cache.mla_cache_bytes)
+
+    def _synchronize(self) -> None:
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What `k3tool run` reports. logits [prompt, vocab] and decode_logits [new - 1, vocab]: only where kept."""
+
+    input_ids: list[int]
+    token_ids: list[int]
+    finish_reason: str
+    backend: str
+    backend_reason: str
+    device: str
+    dtype: str
+    layers: int
+    prefill: Timing
+    decode: Timing
+    memory: MemoryReport
+    logits: Tensor | None = None
+    decode_logits: Tensor | None = None
+
+
+def run_session(
+    session: Session,
+    ids: Sequence[int],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    stop_at_end: bool = True,
+    keep_logits: bool = False,
+    on_token: Callable[[int], None] | None = None,
+) -> RunResult:
+    """Generate from a prompt and gather everything that a run reports. `on_token` is called as each token appears."""
+    kept: list[Tensor] = []
+    tokens: list[int] = []
+    steps = session.generate(
+        ids,
+        max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        stop_at_end=stop_at_end,
+        on_logits=(lambda logits: kept.append(logits.cpu())) if keep_logits else None,
+    )
+    for token in steps:
+        tokens.append(token)
+        if on_token is not None:
+            on_token(token)
+    return RunResult(
+        input_ids=list(ids),
+        token_ids=tokens,
+        finish_reason=session.finish_reason or "length",
+        backend=session.backend.name,
+        backend_reason=session.backend.reason,
+        device=session.device,
+        dtype=session.dtype,
+        layers=session.num_layers,
+        prefill=session.prefill_timing,
+        decode=session.decode_timing,
+        memory=session.memory(),
+        logits=kept[0] if kept else None,
+        decode_logits=(torch.stack(kept[1:]) if kept[1:] else kept[0].new_empty(0, kept[0].shape[1])) if kept else None,
+    )
+
+
+def write_logits(path: Path, result: RunResult) -> None:
+    """`logits` and `decode_logits` of a run that kept them, float32, as one safetensors file (written atomically)."""
+    assert result.logits is not None and result.decode_logits is not None
+    tensors = {"logits": result.logits, "decode_logits": result.decode_logits}
+    with ShardWriter(path, [(name, "F32", tuple(value.shape)) for name, value in tensors.items()]) as writer:
+        for value in tensors.values():
+            writer.append(memoryview(value.contiguous().view(-1).numpy()).cast("B") if value.numel() else b"")
