@@ -81,18 +81,21 @@ def catalog(config: K3Config) -> Catalog:
 
 def _catalog(config: K3Config) -> Catalog:
     total = config.num_layers + (3 if config.vision else 1)
-    entries: list[Entry] = []
-    for layer in range(config.num_layers):
-        entries.extend(_layer(config, layer))
-    entries.extend(_globals(config, config.num_layers))
-    if config.vision:
-        entries.extend(_projector(config, config.num_layers + 1))
-        entries.extend(_vision(config, config.num_layers + 2))
+    entries = [entry for section in range(total) for entry in section_entries(config, section)]
+    return Catalog(entries, [shard_name(number + 1, total) for number in range(total)])
+
+
+def section_entries(config: K3Config, section: int) -> list[Entry]:
+    """The entries of one shard of the released layout (layer N is section N, then globals, projector, vision tower),
+    for those who cannot hold half a million at once."""
+    beyond = section - config.num_layers
+    makers = [_globals, _projector, _vision] if config.vision else [_globals]
+    entries = list(_layer(config, section) if beyond < 0 else makers[beyond](config, section))
     if config.dtype != "BF16":
         entries = [
             make_entry(*entry[:2], config.dtype, *entry[3:5]) if entry.dtype == "BF16" else entry for entry in entries
         ]
-    return Catalog(entries, [shard_name(number + 1, total) for number in range(total)])
+    return entries
 
 
 def attention_tensors(config: K3Config, layer: int) -> Iterator[tuple[str, tuple[int, ...], str]]:

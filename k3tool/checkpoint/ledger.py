@@ -14,12 +14,13 @@ import json
 import os
 import shutil
 import socket
+import subprocess
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import IO, Any
 
 from k3tool.checkpoint.manifest import FileRecord
 from k3tool.checkpoint.writer import fsync_folder, no_space, write_atomic
@@ -28,10 +29,14 @@ from k3tool.errors import PartlyDone, UsageError
 LEDGER_FOLDER = ".k3tool"
 
 
+@cache
 def boot_id() -> str:
     """What changes when this machine restarts; empty where that is not known."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = ["sysctl", "-n", "kern.bootsessionuuid"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
     return ""
 
 
@@ -47,7 +52,10 @@ class Ledger:
     different job is there and `overwrite` is not set.
 
     facts: what a later run of the same job may compare itself with; after entering, those of the first run.
+    part: one of several processes, perhaps on several machines, that share the job: each names a different part, keeps
+        a journal of its own and sees the others' finished files; a process without a part excludes all others.
     done: finished files that are still as they were recorded. synced: file to (durable bytes, boot id).
+    notes: what was recorded beside a finished file (JSON).
     """
 
     def __init__(
@@ -58,6 +66,7 @@ class Ledger:
         *,
         facts: Mapping[str, Any] | None = None,
         overwrite: bool = False,
+        part: str = "",
     ) -> None:
         self.folder = folder
         self.state = folder / LEDGER_FOLDER
@@ -67,52 +76,75 @@ class Ledger:
         self.overwrite = overwrite
         self.done: dict[str, FileRecord] = {}
         self.synced: dict[str, tuple[int, str]] = {}
+        self.notes: dict[str, Any] = {}
+        self.part = part
+        self._locks: list[IO[str]] = []
         self._write_lock = threading.Lock()
 
     def __enter__(self) -> Ledger:
         self._acquire()
         try:
-            self._check_job()
-            self._load()
-            self._journal = open(self.state / "done.jsonl", "ab", buffering=0)
+            if self.part:
+                self._locks.append(self._locked(self.state / f"lock-{self.part}", fcntl.LOCK_EX))
+                with self._locked(self.state / "job.lock", fcntl.LOCK_EX, wait=True):
+                    self._check_job()
+            else:
+                self._check_job()
+            self.reload()
+            self._journal = open(self.state / self._journal_name, "ab", buffering=0)
             self._journal.write(b"\n")  # ends a line that was torn
         except BaseException:
-            self._lock.close()
+            self._release()
             raise
         return self
+
+    @property
+    def _journal_name(self) -> str:
+        return f"done-{self.part}.jsonl" if self.part else "done.jsonl"
 
     def _acquire(self) -> None:
         while True:
             self.state.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.state / "lock", "a+", encoding="utf-8")
             try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.path.samestat(os.fstat(self._lock.fileno()), os.stat(self.state / "lock")):
+                lock = self._locked(self.state / "lock", fcntl.LOCK_SH if self.part else fcntl.LOCK_EX)
+                if os.path.samestat(os.fstat(lock.fileno()), os.stat(self.state / "lock")):
                     break
-            except BlockingIOError:
-                self._refuse()
+                lock.close()
             except FileNotFoundError:
                 pass  # the holder has just completed and removed the folder: begin a new one
-            self._lock.close()
-        self._lock.seek(0)
-        self._lock.truncate()
-        since = time.strftime("%Y-%m-%d %H:%M:%S")
-        self._lock.write(f"process {os.getpid()} on {socket.gethostname()} since {since}: {self.command}")
-        self._lock.flush()
+        self._locks.append(lock)
 
-    def _refuse(self) -> NoReturn:
-        with self._lock:
-            self._lock.seek(0)
-            holder = self._lock.read(400).strip() or "another process"
+    def _locked(self, path: Path, kind: int, *, wait: bool = False) -> IO[str]:
+        """The open lock file, saying who holds it. Raises PartlyDone where someone else does."""
+        lock = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - held until the job ends
+        try:
+            fcntl.flock(lock, kind if wait else kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with lock:
+                lock.seek(0)
+                holder = lock.read(400).strip() or "another process"
             raise PartlyDone(
                 f"{self.folder} is in use by {holder}", hint="wait for it, or stop it and run the same command again"
             ) from None
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        lock.seek(0)
+        lock.truncate()
+        lock.write(f"process {os.getpid()} on {socket.gethostname()} since {since}: {self.command}")
+        lock.flush()
+        return lock
+
+    @contextlib.contextmanager
+    def closing(self) -> Iterator[None]:
+        """Only one process of a job at a time is in here, with every finished file known. Waits for its turn."""
+        with self._locked(self.state / "closing.lock", fcntl.LOCK_EX, wait=True):
+            self.reload()
+            yield
 
     def _check_job(self) -> None:
         path = self.state / "job.json"
         if self.overwrite:
             for entry in self.state.iterdir():
-                if entry.name != "lock":
+                if not entry.name.endswith("lock"):
                     shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         if path.is_file():
             with contextlib.suppress(ValueError):
@@ -127,20 +159,23 @@ class Ledger:
         document = {"id": self.identity, "command": self.command, "facts": self.facts}
         write_atomic(path, json.dumps(document).encode())
 
-    def _load(self) -> None:
-        path = self.state / "done.jsonl"
-        if not path.is_file():
+    def reload(self) -> None:
+        """Read what every process of the job has recorded so far."""
+        for path in sorted(self.state.glob("done*.jsonl")):
+            for line in path.read_bytes().splitlines():
+                # a torn last line is work to do again
+                with contextlib.suppress(ValueError, KeyError, TypeError, OSError):
+                    self._read(json.loads(line))
+
+    def _read(self, entry: Mapping[str, Any]) -> None:
+        name = entry["file"]
+        if "synced" in entry:
+            self.synced[name] = (int(entry["synced"]), str(entry["boot"]))
             return
-        for line in path.read_bytes().splitlines():
-            with contextlib.suppress(ValueError, KeyError, TypeError, OSError):  # a torn last line is work to do again
-                entry = json.loads(line)
-                name = entry["file"]
-                if "synced" in entry:
-                    self.synced[name] = (int(entry["synced"]), str(entry["boot"]))
-                    continue
-                self.done.pop(name, None)
-                if entry["stamp"] is not None and entry["stamp"] == self._stamp(name):
-                    self.done[name] = FileRecord(entry["size"], entry["sha256"])
+        self.done.pop(name, None)
+        if entry["stamp"] is not None and entry["stamp"] == self._stamp(name):
+            self.done[name] = FileRecord(entry["size"], entry["sha256"])
+            self.notes[name] = entry.get("note")
 
     def _stamp(self, file: str) -> list[int] | None:
         """What changes when a finished file is written again: size, time and inode."""
@@ -150,11 +185,13 @@ class Ledger:
         found = path.stat()
         return [found.st_size, found.st_mtime_ns, found.st_ino]
 
-    def record(self, file: str, size: int, sha256: str) -> None:
-        """`file` (relative to the folder) has its final name. Durable when this returns."""
-        self._append({"file": file, "size": size, "sha256": sha256, "stamp": self._stamp(file)})
+    def record(self, file: str, size: int, sha256: str, note: Any = None) -> None:
+        """`file` (relative to the folder) has its final name. Durable when this returns. `note`: JSON kept with it."""
+        entry = {"file": file, "size": size, "sha256": sha256, "stamp": self._stamp(file)}
+        self._append(entry if note is None else {**entry, "note": note})
         os.fsync(self._journal.fileno())
         self.done[file] = FileRecord(size, sha256)
+        self.notes[file] = note
 
     def mark(self, file: str, durable_bytes: int) -> None:
         """The first `durable_bytes` of an unfinished `file` survive a power cut. The mark itself may be lost in one."""
@@ -173,8 +210,21 @@ class Ledger:
         shutil.rmtree(self.state, ignore_errors=True)
         fsync_folder(self.folder)
 
+    def complete_unless_shared(self) -> None:
+        """This process's part is whole: the ledger goes, unless another process of the same job is still at work."""
+        try:
+            fcntl.flock(self._locks[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        self.complete()
+
+    def _release(self) -> None:
+        for lock in reversed(self._locks):
+            lock.close()
+        self._locks.clear()
+
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._journal.close()
-        self._lock.close()
+        self._release()
