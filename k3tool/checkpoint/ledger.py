@@ -18,6 +18,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any

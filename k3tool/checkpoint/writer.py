@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
@@ -9,9 +10,10 @@ from pathlib import Path
 from types import TracebackType
 
 from k3tool.checkpoint.header import Header, build_header
-from k3tool.errors import CapacityError
+from k3tool.errors import CapacityError, PartlyDone
 
 PARTIAL_SUFFIX = ".k3partial"
+CLOEXEC = getattr(os, "O_CLOEXEC", 0)
 
 
 def fsync_folder(folder: Path) -> None:
@@ -45,7 +47,24 @@ class AtomicFile:
         self._hash = hashlib.sha256()
 
     def __enter__(self) -> AtomicFile:
-        self._file = open(self.partial, "wb", buffering=0)
+        """Raises PartlyDone where another process is writing the same file."""
+        while True:
+            file = open(os.open(self.partial, os.O_RDWR | os.O_CREAT | CLOEXEC, 0o666), "r+b", buffering=0)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.fstat(file.fileno()), os.stat(self.partial)):
+                    break
+            except BlockingIOError:
+                file.close()
+                raise PartlyDone(
+                    f"{self.path} is being written by another process",
+                    hint="wait for it, or stop it and run the same command again",
+                ) from None
+            except FileNotFoundError:
+                pass  # the other process has just finished it
+            file.close()
+        file.truncate(0)
+        self._file = file
         return self
 
     def write(self, data: bytes | bytearray | memoryview) -> None:

@@ -46,17 +46,24 @@ class Region(NamedTuple):
         return self.stop - self.start
 
     @property
-    def blocks(self) -> Blocks:
-        """Where its bytes are, counted from the tensor's first byte."""
+    def rows(self) -> Blocks:
+        """Where its bytes are, counted from the tensor's first byte: one row for each index above the axis."""
         bits = dtype_bits(self.dtype)
         inner = count(self.shape[self.axis + 1 :]) * bits
-        outer = count(self.shape[: self.axis])
         extent = self.shape[self.axis] if self.shape else 1
         assert inner * self.start % 8 == 0 and inner * self.stop % 8 == 0, "a cut inside a byte"
-        pitch, width, offset = extent * inner // 8, self.size * inner // 8, self.start * inner // 8
-        if width == pitch:
-            return Blocks(offset, width * outer, width * outer, 1)
-        return Blocks(offset, width, pitch, outer)
+        return Blocks(
+            self.start * inner // 8, self.size * inner // 8, extent * inner // 8, count(self.shape[: self.axis])
+        )
+
+    @property
+    def blocks(self) -> Blocks:
+        """The same with rows that touch each other joined: one row where the region is one plain byte range."""
+        rows = self.rows
+        if rows.width != rows.pitch:
+            return rows
+        length = rows.width * rows.rows
+        return Blocks(rows.offset, length, length, 1)
 
     @property
     def nbytes(self) -> int:
@@ -107,6 +114,16 @@ class Copy(NamedTuple):
     def memory_bytes(self) -> int:
         """What it needs beside the copy buffers: nothing that grows with the tensor."""
         return 0
+
+    def rows(self, member: Member) -> Blocks:
+        """A member as rows of the output: one for each index above the axis."""
+        if isinstance(member, Region):
+            return member.rows
+        if isinstance(member, Literal):
+            return Blocks(0, len(member.data), len(member.data), 1)
+        shape = self.output.shape
+        width = member.size * count(shape[self.axis + 1 :]) * dtype_bits(self.output.dtype) // 8
+        return Blocks(0, width, width, count(shape[: self.axis]))
 
 
 class Applied(NamedTuple):

@@ -1,0 +1,87 @@
+"""What may be written into a folder: nothing over other people's files, nothing into the source, nothing without room."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from k3tool.checkpoint.index import INDEX_NAME, SINGLE_NAME
+from k3tool.checkpoint.ledger import LEDGER_FOLDER
+from k3tool.checkpoint.manifest import MANIFEST_NAME, load_manifest
+from k3tool.checkpoint.source import Source
+from k3tool.checkpoint.writer import PARTIAL_SUFFIX
+from k3tool.errors import CapacityError, CheckpointCorrupt, UsageError
+from k3tool.plan import FileJob, Plan
+from k3tool.units import format_bytes
+
+LAYOUT_NAME = "k3tool.json"
+SPARE_BYTES = 64 << 20  # for the index, the configuration, the ledger and what a file system keeps for itself
+_IGNORED = {"lost+found", ".DS_Store", LEDGER_FOLDER}
+
+
+def guard(dest: Path, source: Source, plan: Plan, *, overwrite: bool) -> None:
+    """Refuse a DEST that is no folder, is in or around the source, or holds something else. Raises UsageError."""
+    if dest.exists() and not dest.is_dir():
+        raise UsageError(f"{dest} is a file, not a folder", hint="name a folder for the result")
+    root = source.local_path("")
+    if root is not None:
+        inner, outer = Path(os.path.realpath(dest)), Path(os.path.realpath(root))
+        if inner == outer or outer in inner.parents or inner in outer.parents:
+            raise UsageError(
+                f"DEST {dest} and SOURCE {root} overlap",
+                hint="name a folder beside the source; nothing is written into it",
+            )
+    if overwrite or not dest.is_dir():
+        return
+    held = sorted(name for name in os.listdir(dest) if name not in _IGNORED)
+    if not held or (dest / LEDGER_FOLDER).is_dir():  # the ledger itself refuses another job's unfinished work
+        return
+    with contextlib.suppress(CheckpointCorrupt):
+        manifest = load_manifest(dest)
+        if manifest is not None and manifest.extra.get("plan") == plan.id:
+            return
+    raise UsageError(
+        f"{dest} already holds something else: {', '.join(held[:3])}{', ...' if len(held) > 3 else ''}",
+        hint="name an empty folder, or add --overwrite to replace what k3tool writes there",
+    )
+
+
+def clear(dest: Path) -> None:
+    """Remove what a checkpoint in `dest` consists of (index, its shards, what a manifest names), nothing else."""
+    names = {INDEX_NAME, SINGLE_NAME, MANIFEST_NAME, LAYOUT_NAME, "config.json"}
+    with contextlib.suppress(CheckpointCorrupt):
+        manifest = load_manifest(dest)
+        names.update(manifest.files if manifest else ())
+    with contextlib.suppress(OSError, ValueError, KeyError, AttributeError):
+        names.update(json.loads((dest / INDEX_NAME).read_bytes())["weight_map"].values())
+    inside = os.path.realpath(dest) + os.sep
+    for name in sorted(names):
+        path = dest / name
+        is_inside = path.parent == dest or os.path.realpath(path.parent).startswith(inside)
+        if is_inside and (path.is_file() or path.is_symlink()):
+            path.unlink()
+    for path in dest.rglob(f"*{PARTIAL_SUFFIX}"):
+        path.unlink(missing_ok=True)
+    for folder in {dest / Path(name).parent for name in names} - {dest}:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def check_space(dest: Path, jobs: Sequence[FileJob], *, reclaimed: bool) -> None:
+    """Raises CapacityError (exit 12) where `jobs` do not fit on the disk of `dest`.
+
+    reclaimed: source shards are freed along the way, so that only what is in flight has to fit at once.
+    """
+    need = max((job.size_estimate for job in jobs), default=0) if reclaimed else sum(job.size_estimate for job in jobs)
+    free = shutil.disk_usage(dest).free
+    if need + min(SPARE_BYTES, need) > free:
+        raise CapacityError(
+            f"{dest}: {format_bytes(need)} to write, {format_bytes(free)} free on that disk",
+            hint="free space, or name a folder on another disk",
+            needed=need,
+            free=free,
+        )

@@ -1,0 +1,341 @@
+"""Carries a plan out: workers write the files, a ledger remembers them, the index and configuration come last.
+
+Whatever happens, a final name never holds partial data, and the same command continues where the last one stopped.
+What a file holds is the plan's business, where bytes come from the source's, how one file is written the worker's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from k3tool.checkpoint.ledger import Ledger, job_id
+from k3tool.checkpoint.manifest import FileRecord, Manifest, load_manifest
+from k3tool.checkpoint.source import Source
+from k3tool.checkpoint.table import Tensors
+from k3tool.checkpoint.writer import AtomicFile
+from k3tool.destination import check_space, clear, guard
+from k3tool.errors import CapacityError, PartlyDone, UsageError
+from k3tool.events import SILENT, Progress
+from k3tool.plan import FileJob, Plan
+from k3tool.units import format_bytes
+from k3tool.worker import Finished, Stopped, Worker
+
+BUFFER_BYTES = 4 << 20
+LEAST_BUFFER_BYTES = 256 << 10
+REMOTE_WINDOW_BYTES = 32 << 20
+INTERPRETER_BYTES = 64 << 20  # what Python and numpy themselves hold, where it cannot be measured
+
+
+@dataclass(frozen=True)
+class Part:
+    """Share `number` (from 0) of `count`: the processes of one job, each with another number, divide its files."""
+
+    number: int
+    count: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.number < self.count:
+            raise UsageError(f"part {self.number + 1} of {self.count} does not exist", hint="write --part 1/4 to 4/4")
+
+    def __str__(self) -> str:
+        return f"{self.number + 1}-of-{self.count}"
+
+
+@dataclass(frozen=True)
+class SmallFile:
+    """A file written after the shards: the index, the configuration. `path` is relative to DEST."""
+
+    path: str
+    data: bytes | Callable[[], Iterable[bytes]]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a plan is carried out; none of it changes what is written.
+
+    max_workers: threads; None takes one per core. max_memory: bytes of resident memory the whole process is held to.
+    part: this process's share of the files. finalize: write what comes last although other parts may be at work.
+    summarize: turns what a file's transforms measured into the JSON that is kept with the file.
+    """
+
+    max_workers: int | None = None
+    max_memory: int | None = None
+    overwrite: bool = False
+    part: Part | None = None
+    finalize: bool = False
+    progress: Progress = SILENT
+    summarize: Callable[[list[Any]], Any] = list
+    on_durable: Callable[[frozenset[str]], None] | None = None  # called with every finished path after each batch
+
+
+@dataclass
+class Report:
+    """files: every finished file of the job. kept: those that an earlier run had finished. notes: per file what
+    `summarize` made. complete: nothing of the job is missing. Bytes and seconds are of this run."""
+
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    kept: list[str] = field(default_factory=list)
+    notes: dict[str, Any] = field(default_factory=dict)
+    complete: bool = False
+    bytes_read: int = 0
+    bytes_written: int = 0
+    seconds: float = 0.0
+    workers: int = 0
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        return peak_memory()
+
+
+def execute(
+    plan: Plan,
+    tensors: Tensors,
+    dest: Path,
+    *,
+    closing: Callable[[Report], Iterable[SmallFile]],
+    options: Options | None = None,
+    only: Callable[[FileJob], bool] | None = None,
+    manifest: Mapping[str, Any] | None = None,
+    revision: str | None = None,
+) -> Report:
+    """Write every file of `plan` into `dest`, then what `closing` gives, in that order, then the manifest.
+
+    only: the jobs that this command is about (the ranks that were asked for); others may follow on the same DEST.
+    closing: called once, with every finished file known, when the last job is done; not called while other parts of
+        the job are still at work. manifest: JSON kept in the manifest beside the file digests.
+
+    Raises UsageError (2) for a DEST that holds something else, another unfinished job, or lies in the source;
+    PartlyDone (3) where another process is at work; CheckpointMissing and CheckpointCorrupt (10, 11) for a source
+    that is short or changes meanwhile; CapacityError (12) for disk or memory, before writing where it can be known.
+    """
+    began = time.monotonic()
+    options = options or Options()
+    dest = Path(dest)
+    wanted = plan.select(only) if only else plan.jobs
+    guard(dest, tensors.source, plan, overwrite=options.overwrite)
+    workers, buffer_bytes = allowance(wanted, tensors.source, options)
+    dest.mkdir(parents=True, exist_ok=True)
+    with Ledger(dest, plan.id, plan.command, overwrite=options.overwrite, part=_share(wanted, options, only)) as ledger:
+        if options.overwrite:
+            clear(dest)
+        run = _Run(plan, wanted, tensors, dest, ledger, options, revision, dict(manifest or {}))
+        report = run.write(workers, buffer_bytes)
+        run.close(report, closing)
+    report.seconds = time.monotonic() - began
+    return report
+
+
+def _share(wanted: Sequence[FileJob], options: Options, only: Callable[[FileJob], bool] | None) -> str:
+    """The name under which this process shares the ledger with others of the same job; empty: it is alone."""
+    if options.part and options.overwrite:
+        raise UsageError(
+            "--overwrite cannot be shared by several processes", hint="remove DEST first, or run one process"
+        )
+    if options.part:
+        return str(options.part)
+    if only is None or options.overwrite or not wanted:
+        return ""
+    return job_id([job.path for job in wanted])
+
+
+def allowance(jobs: Sequence[FileJob], source: Source, options: Options) -> tuple[int, int]:
+    """(workers, bytes of one buffer) that keep within `max_memory`. Raises CapacityError where one worker does not."""
+    batches = len({job.batch or job.path for job in jobs})
+    workers = max(1, min(options.max_workers or os.cpu_count() or 1, batches))
+    step_bytes = max((job.step_bytes for job in jobs), default=0)
+    remote = source.local_path("") is None
+    if options.max_memory is None:
+        return workers, REMOTE_WINDOW_BYTES if remote else BUFFER_BYTES
+    free = options.max_memory - max(resident_memory(), INTERPRETER_BYTES)
+    buffers = 3 if remote else 2
+    wish = REMOTE_WINDOW_BYTES if remote else BUFFER_BYTES
+    while workers > 1 and workers * (step_bytes + buffers * LEAST_BUFFER_BYTES * 4) > free:
+        workers -= 1
+    buffer_bytes = min(wish, (free - workers * step_bytes) // (workers * buffers))
+    if buffer_bytes < LEAST_BUFFER_BYTES:
+        needed = step_bytes + buffers * LEAST_BUFFER_BYTES + options.max_memory - free
+        raise CapacityError(
+            f"--max-memory {format_bytes(options.max_memory)} is too little: one worker needs {format_bytes(needed)}",
+            hint=f"give at least --max-memory {needed}",
+        )
+    return workers, buffer_bytes
+
+
+class _Run:
+    """One execution of a plan inside a held ledger."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        wanted: Sequence[FileJob],
+        tensors: Tensors,
+        dest: Path,
+        ledger: Ledger,
+        options: Options,
+        revision: str | None,
+        manifest: dict[str, Any],
+    ) -> None:
+        self.plan, self.wanted, self.tensors, self.dest = plan, wanted, tensors, dest
+        self.ledger, self.options, self.revision, self.manifest = ledger, options, revision, manifest
+        self.earlier = self._earlier()
+        self.stop = threading.Event()
+        self.lock = threading.Lock()
+        self.failures: list[BaseException] = []
+
+    def _earlier(self) -> dict[str, FileRecord]:
+        """Files of the same job that a completed command left here (other ranks, or this very command)."""
+        if self.options.overwrite:
+            return {}
+        found = load_manifest(self.dest)
+        if found is None or found.extra.get("plan") != self.plan.id:
+            return {}
+        return {
+            name: record
+            for name, record in found.files.items()
+            if (self.dest / name).is_file() and (self.dest / name).stat().st_size == record.size
+        }
+
+    def done(self) -> dict[str, FileRecord]:
+        return {**self.earlier, **self.ledger.done}
+
+    def write(self, workers: int, buffer_bytes: int) -> Report:
+        done = self.done()
+        report = Report(kept=[job.path for job in self.wanted if job.path in done], workers=workers)
+        batches = self._batches(done)
+        todo = [job for batch in batches for job in batch]
+        if todo:
+            check_space(self.dest, todo, reclaimed=self.options.on_durable is not None)
+            progress = self.options.progress
+            task = self.plan.command.split()[0]
+            progress.started(task, sum(job.data_bytes for job in todo))
+            try:
+                self._work(batches, min(workers, len(batches)), buffer_bytes, task, report)
+            finally:
+                progress.finished(task)
+        return report
+
+    def _batches(self, done: Mapping[str, FileRecord]) -> list[tuple[FileJob, ...]]:
+        """This process's share of the batches, without what is done."""
+        wanted = {job.path for job in self.wanted}
+        part = self.options.part or Part(0, 1)
+        kept = [tuple(job for job in batch if job.path in wanted) for batch in self.plan.batches()]
+        mine = [batch for batch in kept if batch][part.number :: part.count]
+        left = [tuple(job for job in batch if job.path not in done) for batch in mine]
+        return [batch for batch in left if batch]
+
+    def _work(
+        self, batches: Sequence[tuple[FileJob, ...]], workers: int, buffer_bytes: int, task: str, report: Report
+    ) -> None:
+        todo: queue.SimpleQueue[tuple[FileJob, ...]] = queue.SimpleQueue()
+        for batch in batches:
+            todo.put(batch)
+
+        def advanced(amount: int) -> None:
+            self.options.progress.advanced(task, amount)
+
+        def loop() -> None:
+            worker = Worker(self.tensors, self.dest, buffer_bytes=buffer_bytes, stop=self.stop, advanced=advanced)
+            try:
+                while not self.stop.is_set():
+                    self._record(worker.write(todo.get_nowait()), report)
+            except queue.Empty:
+                pass
+            except Stopped:
+                pass
+            except BaseException as error:
+                self.failures.append(error)
+                self.stop.set()
+            finally:
+                worker.close()
+                with self.lock:
+                    report.bytes_read += worker.read_bytes
+
+        threads = [threading.Thread(target=loop, name=f"worker-{number}", daemon=True) for number in range(workers)]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                thread.join()
+        except BaseException:
+            self.stop.set()
+            for thread in threads:
+                thread.join()
+            raise
+        if self.failures:
+            raise self.failures[0]
+
+    def _record(self, finished: Sequence[Finished], report: Report) -> None:
+        for file in finished:
+            self.ledger.record(file.path, file.size, file.sha256, self.options.summarize(file.measured) or None)
+            self.options.progress.item(f"{file.path}  {format_bytes(file.size)}")
+        with self.lock:
+            report.bytes_written += sum(file.size for file in finished)
+            if self.options.on_durable:
+                self.options.on_durable(frozenset(self.done()))
+
+    def close(self, report: Report, closing: Callable[[Report], Iterable[SmallFile]]) -> None:
+        """The index, the configuration and the manifest, once nothing of what was asked for is missing."""
+        with self.ledger.closing() if self.ledger.part else contextlib.nullcontext():
+            self.earlier = self._earlier()
+            report.files = self.done()
+            report.notes = dict(self.ledger.notes)
+            missing = [job.path for job in self.wanted if job.path not in report.files]
+            report.complete = not missing
+            if missing:
+                if self.options.finalize or not self.options.part:
+                    self._refuse_to_close(missing)
+                return
+            for small in closing(report):
+                report.files[small.path] = write_small(self.dest / small.path, small.data)
+            manifest = Manifest(self.plan.command, self.tensors.source.label, self.revision, dict(report.files))
+            manifest.extra.update(self.manifest, plan=self.plan.id)
+            manifest.write(self.dest)
+        if self.ledger.part:
+            self.ledger.complete_unless_shared()
+        else:
+            self.ledger.complete()
+
+    def _refuse_to_close(self, missing: Sequence[str]) -> None:
+        raise PartlyDone(
+            f"{self.dest}: {len(missing)} files are not written yet, the first is {missing[0]}",
+            hint="run the parts that failed again; the last one to finish writes the index",
+            missing=list(missing[:100]),
+        )
+
+
+def write_small(path: Path, data: bytes | Callable[[], Iterable[bytes]]) -> FileRecord:
+    """Write a file whole or not at all, from bytes or from an iterable of them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with AtomicFile(path) as file:
+        chunks: Iterator[bytes] = iter((data,)) if isinstance(data, bytes) else iter(data())
+        for chunk in chunks:
+            file.write(chunk)
+    return FileRecord(file.size, file.sha256)
+
+
+def source_identity(source: Source, digest: str) -> dict[str, str]:
+    """What names a source in a plan's description: where it is, and the digest of what the plan was made from."""
+    root = source.local_path("")
+    return {"source": source.label if root is None else os.path.realpath(root), "digest": digest}
+
+
+def resident_memory() -> int:
+    """Resident bytes of this process now; 0 where the system does not say."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def peak_memory() -> int:
+    """The most resident bytes this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
