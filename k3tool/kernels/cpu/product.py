@@ -1,0 +1,236 @@
+"""Products of weight rows with activations: dot products for one token, register-blocked tiles for many.
+
+One token (`row_dots`): memory-bound; a weight block is read, widened in registers and used once.
+Many tokens: tokens lie in the lanes. Activations are packed once into panels [tile][column][tile lanes], and a block of
+weight rows is widened into scratch that stays in the second-level cache. The inner loop broadcasts one weight for
+each of `tile_rows` rows against `2 * lanes` tokens, the register blocking of Goto and van de Geijn,
+"Anatomy of High-Performance Matrix Multiplication" (ACM TOMS 34, 2008). All sums are float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llvmlite import ir
+
+from k3tool.kernels.cpu.emit import F32, I64, Emitter, Value, Variable, vector
+from k3tool.kernels.cpu.formats import Format, RowAddress
+from k3tool.kernels.cpu.numeric import transpose
+from k3tool.kernels.cpu.target import Target
+
+DEPTH = 256  # columns widened at a time: a panel tile of that depth stays in the first-level cache
+BLOCK_ROWS = 96  # weight rows widened at a time
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Shape of the register tile: `rows` weight rows by `tokens` tokens."""
+
+    lanes: int
+    rows: int
+
+    @property
+    def tokens(self) -> int:
+        return 2 * self.lanes
+
+
+def tiling(target: Target) -> Tiling:
+    return Tiling(target.float_lanes, 12 if target.vector_registers >= 32 else 6)
+
+
+def padded(columns: int, format_: Format) -> int:
+    return -(-columns // format_.block) * format_.block
+
+
+# One token
+
+
+def row_dots(e: Emitter, format_: Format, x: Value, rows: Sequence[RowAddress], columns: Value) -> list[Value]:
+    """Dot products of rows with x: float32 in the format's order, zeros up to a whole block."""
+    zero = e.number(0.0, vector(F32, _lanes(format_)))
+    sums = [[e.variable(zero), e.variable(zero)] for _ in rows]
+    whole = columns // format_.block * format_.block
+    tails = [complete_tail(e, format_, at, whole, columns) for at in rows]
+    with e.loop(0, columns, format_.block) as first:
+        offsets = format_.weight_bytes(first), format_.scale_bytes(first)
+        for at, tail, pair in zip(rows, tails, sums, strict=True):
+            _add_block(e, format_, at.shifted(*offsets).where(e, first < whole, tail), x + first * 4, pair)
+    return [e.total(first.get() + second.get()) for first, second in sums]
+
+
+def complete_tail(e: Emitter, format_: Format, at: RowAddress, whole: Value, columns: Value) -> RowAddress:
+    """Columns `whole`..`columns` of a row, an incomplete block, completed with zeros in scratch memory."""
+    tail = at.shifted(format_.weight_bytes(whole), format_.scale_bytes(whole))
+    return format_.copy_tail(e, tail, columns - whole)
+
+
+def _lanes(format_: Format) -> int:
+    return format_.target.float_lanes if hasattr(format_, "target") else format_.lanes  # type: ignore[attr-defined]
+
+
+def _add_block(e: Emitter, format_: Format, at: RowAddress, x: Value, sums: list[Variable]) -> None:
+    lanes = _lanes(format_)
+    found = format_.vectors(e, at)
+    xs = [e.load(vector(F32, lanes), x + 4 * lanes * index) for index in range(len(found))]
+    if found[0][1] is None:
+        for index, (weight, _) in enumerate(found):
+            sums[index % 2].set(e.fma(weight, xs[index], sums[index % 2].get()))
+        return
+    # Sum within each scale first, in two chains, then apply the scale once.
+    chains: dict[int, tuple[Value, list[Value | None]]] = {}
+    for index, (weight, scale) in enumerate(found):
+        assert scale is not None
+        _, sides = chains.setdefault(id(scale), (scale, [None, None]))
+        so_far = sides[index % 2]
+        sides[index % 2] = weight * xs[index] if so_far is None else e.fma(weight, xs[index], so_far)
+    for turn, (scale, (even, odd)) in enumerate(chains.values()):
+        assert even is not None and odd is not None
+        sums[turn % 2].set(e.fma(even + odd, scale, sums[turn % 2].get()))
+
+
+# Many tokens
+
+
+def emit_micro(module: ir.Module, tile: Tiling, vectors: int) -> ir.Function:
+    """micro(weights, x, depth, c): c [rows][tokens] += weights [rows][DEPTH] @ x [depth][tokens]."""
+    e = Emitter(module, f"micro{vectors}", 4)
+    e.function.linkage = "internal"
+    weights, x, depth, c = e.params
+    wide = vector(F32, tile.lanes)
+    places = [[c + 4 * (tile.tokens * row + tile.lanes * v) for v in range(vectors)] for row in range(tile.rows)]
+    sums = [[e.variable(e.load(wide, place)) for place in row] for row in places]
+    with e.loop(0, depth) as k:
+        xs = [e.load(wide, x + k * (4 * tile.tokens) + 4 * tile.lanes * v) for v in range(vectors)]
+        for row in range(tile.rows):
+            weight = e.splat(e.load(F32, weights + k * 4 + 4 * DEPTH * row), tile.lanes)
+            for v in range(vectors):
+                sums[row][v].set(e.fma(weight, xs[v], sums[row][v].get()))
+    for row_sums, row_places in zip(sums, places, strict=True):
+        for total, place in zip(row_sums, row_places, strict=True):
+            e.store(total.get(), place)
+    e.finish()
+    return e.function
+
+
+def emit_micros(module: ir.Module, tile: Tiling) -> list[ir.Function]:
+    """The inner loops for up to half a tile of tokens and for a whole tile."""
+    return [emit_micro(module, tile, vectors) for vectors in (1, 2)]
+
+
+def widen_rows(
+    e: Emitter, format_: Format, at: RowAddress, row_bytes: tuple[Value, Value], rows: Value, span: tuple[Value, Value],
+    columns: Value, out: Value,
+) -> None:  # fmt: skip
+    """Columns span[0]..span[1] of `rows` rows as float32, in the format's order, to out [rows][DEPTH]."""
+    first, last = span
+    lanes = _lanes(format_)
+    whole = columns // format_.block * format_.block
+    with e.loop(0, rows) as row:
+        row_at = at.shifted(row * row_bytes[0], row * row_bytes[1])
+        tail = complete_tail(e, format_, row_at, whole, columns)
+        with e.loop(first, last, format_.block) as column:
+            here = row_at.shifted(format_.weight_bytes(column), format_.scale_bytes(column))
+            place = out + (row * DEPTH + column - first) * 4
+            for index, (weight, scale) in enumerate(format_.vectors(e, here.where(e, column < whole, tail))):
+                e.store(weight if scale is None else weight * scale, place + 4 * lanes * index)
+
+
+def emit_block_product(module: ir.Module, format_: Format, tile: Tiling, micros: list[ir.Function]) -> ir.Function:
+    """c = weight rows @ panel, for up to BLOCK_ROWS rows.
+
+    Parameters: weights, scales, scale_table: the first row; rows; columns; panel [tiles][padded columns][tokens];
+    tokens; c [tiles][BLOCK_ROWS][tokens per tile]; scratch [BLOCK_ROWS][DEPTH]. Rows of c beyond `rows`, up to a
+    multiple of the tile, receive numbers without meaning.
+    """
+    e = Emitter(module, f"block_product_{format_.name}", 9)
+    e.function.linkage = "internal"
+    weights, scales, table, rows, columns, panel, tokens, c, scratch = e.params
+    at = RowAddress(weights, scales, table)
+    depth_all = _whole_blocks(format_, columns)
+    tiles = (tokens + (tile.tokens - 1)) // tile.tokens
+    zero = e.number(0.0, vector(F32, tile.lanes))
+    with e.loop(0, tiles * (BLOCK_ROWS * tile.tokens * 4), 4 * tile.lanes) as offset:
+        e.store(zero, c + offset)
+    row_bytes = (format_.weight_bytes(columns), format_.scale_bytes(columns))
+    with e.loop(0, depth_all, DEPTH) as first:
+        last = e.smaller(first + DEPTH, depth_all)
+        widen_rows(e, format_, at, row_bytes, rows, (first, last), columns, scratch)
+        with e.loop(0, tiles) as index:
+            x = panel + (index * depth_all + first) * (4 * tile.tokens)
+            c_tile = c + index * (BLOCK_ROWS * tile.tokens * 4)
+            few = (tokens - index * tile.tokens) <= tile.lanes
+            for narrow, micro in ((True, micros[0]), (False, micros[1])):
+                with e.when(few) if narrow else e.otherwise(few), e.loop(0, rows, tile.rows) as row:
+                    e.call(micro, scratch + row * (4 * DEPTH), x, last - first, c_tile + row * (4 * tile.tokens))
+    e.finish()
+    return e.function
+
+
+# Moving activations
+
+
+def pack_tile(
+    e: Emitter, format_: Format, tile: Tiling, x: Value, token_ids: list[Value], columns: Value, panel: Value
+) -> None:
+    """Rows `token_ids` of x [T, columns] float32 (one per lane of the tile) to panel [padded columns][tokens]."""
+    places = e.table(_places(format_))
+    lanes = tile.lanes
+    starts = [x + token * columns * 4 for token in token_ids]
+    whole = columns // lanes * lanes
+    with e.loop(0, whole, lanes) as first:
+        at = [panel + _place(e, format_, places, first + offset) * (4 * tile.tokens) for offset in range(lanes)]
+        for side in range(0, tile.tokens, lanes):
+            rows = [e.load(vector(F32, lanes), start + first * 4) for start in starts[side : side + lanes]]
+            for address, values in zip(at, transpose(e, rows), strict=True):
+                e.store(values, address + 4 * side)
+    with e.loop(whole, columns) as column:
+        address = panel + _place(e, format_, places, column) * (4 * tile.tokens)
+        for lane, start in enumerate(starts):
+            e.store(e.load(F32, start + column * 4), address + 4 * lane)
+    with e.loop(columns, _whole_blocks(format_, columns)) as column:
+        address = panel + _place(e, format_, places, column) * (4 * tile.tokens)
+        for side in range(0, tile.tokens, lanes):
+            e.store(e.number(0.0, vector(F32, lanes)), address + 4 * side)
+
+
+def unpack_tile(e: Emitter, tile: Tiling, c: Value, rows: Value, tokens: Value, out: Value, stride: Value) -> None:
+    """c [rows][tokens per tile] to out [tokens][stride], float32."""
+    lanes = tile.lanes
+    whole = rows // lanes * lanes
+    with e.loop(0, tokens, lanes) as first:
+        corner = out + first * stride * 4
+        present = tokens - first
+        with e.loop(0, whole, lanes) as row:
+            at = c + row * (4 * tile.tokens) + first * 4
+            square = [e.load(vector(F32, lanes), at + 4 * tile.tokens * i) for i in range(lanes)]
+            for lane, values in enumerate(transpose(e, square)):
+                with e.when(present > lane):
+                    e.store(values, corner + (stride * lane + row) * 4)
+        with e.loop(whole, rows) as row, e.loop(0, e.smaller(present, e.number(lanes))) as lane:
+            value = e.load(F32, c + row * (4 * tile.tokens) + (first + lane) * 4)
+            e.store(value, corner + (stride * lane + row) * 4)
+
+
+def pack_row(e: Emitter, format_: Format, x: Value, columns: Value, out: Value) -> None:
+    """One row of x, float32, into the format's order, zeros up to a whole block."""
+    places = e.table(_places(format_))
+    with e.loop(0, columns) as column:
+        e.store(e.load(F32, x + column * 4), out + _place(e, format_, places, column) * 4)
+    with e.loop(columns, _whole_blocks(format_, columns)) as column:
+        e.store(e.number(0.0, F32), out + _place(e, format_, places, column) * 4)
+
+
+def _whole_blocks(format_: Format, columns: Value) -> Value:
+    return (columns + (format_.block - 1)) // format_.block * format_.block
+
+
+def _places(format_: Format) -> list[int]:
+    """Place of each column of a block in the order in which the format hands columns out."""
+    order = format_.columns()
+    return [order.index(column) for column in range(format_.block)]
+
+
+def _place(e: Emitter, format_: Format, places: Value, column: Value) -> Value:
+    within = column & (format_.block - 1)
+    return column - within + e.load(I64, places + within * 8)

@@ -1,0 +1,85 @@
+"""The processor at hand and the compiler for it.
+
+Kernels ask `Target` how wide vectors are and which table look-up exists; everything else is portable LLVM IR.
+Compiling takes fractions of a second and needs neither a C compiler nor a writable cache folder.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Target:
+    """cpu and features as LLVM names them; float_lanes: float32 numbers in one vector register."""
+
+    cpu: str
+    features: str
+    float_lanes: int
+    vector_registers: int
+    byte_lookup: str | None  # LLVM intrinsic that picks bytes from a 16-byte table in each 128-bit lane
+
+
+def describe(triple: str, cpu: str, features: dict[str, bool]) -> Target:
+    """Choose vector width and byte look-up from a feature list."""
+    flags = ",".join(("+" if on else "-") + name for name, on in sorted(features.items()))
+    architecture = triple.split("-")[0]
+    if architecture in ("x86_64", "amd64"):
+        if features.get("avx512bw") and features.get("avx512vl"):
+            return Target(cpu, flags, 16, 32, "llvm.x86.avx512.pshuf.b.512")
+        if features.get("avx2") and features.get("fma"):
+            return Target(cpu, flags, 8, 16, "llvm.x86.avx2.pshuf.b")
+        return Target(cpu, flags, 4, 16, "llvm.x86.ssse3.pshuf.b.128" if features.get("ssse3") else None)
+    if architecture in ("aarch64", "arm64"):
+        return Target(cpu, flags, 4, 32, "llvm.aarch64.neon.tbl1.v16i8")
+    return Target(cpu, flags, 4, 16, None)
+
+
+def architecture() -> str:
+    return llvm.get_process_triple().split("-")[0]
+
+
+@cache
+def host() -> Target:
+    """This machine. Raises whatever llvmlite raises where it cannot tell."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    features = dict(llvm.get_host_cpu_features())
+    return describe(llvm.get_process_triple(), llvm.get_host_cpu_name(), features)
+
+
+class Library:
+    """Machine code of one LLVM module; functions come out as addresses or as ctypes callables without the GIL."""
+
+    def __init__(self, module: ir.Module, target: Target) -> None:
+        machine = llvm.Target.from_default_triple().create_target_machine(
+            cpu=target.cpu, features=target.features, opt=3, jit=True
+        )
+        module.triple = llvm.get_process_triple()
+        module.data_layout = str(machine.target_data)
+        parsed = llvm.parse_assembly(str(module))
+        parsed.verify()
+        # Kernels are vectorized and unrolled as written; doing it again costs more time than it saves.
+        options = llvm.create_pipeline_tuning_options(speed_level=2)
+        options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
+        passes = llvm.create_pass_builder(machine, options)
+        passes.getModulePassManager().run(parsed, passes)
+        self.assembly = lambda: machine.emit_assembly(parsed)
+        self._engine: Any = llvm.create_mcjit_compiler(parsed, machine)
+        self._engine.finalize_object()
+
+    def address(self, name: str) -> int:
+        return self._engine.get_function_address(name)
+
+    def function(self, name: str, params: int, *, returns: bool = False) -> Any:
+        prototype = ctypes.CFUNCTYPE(ctypes.c_int64 if returns else None, *[ctypes.c_int64] * params)
+        return prototype(self.address(name))
