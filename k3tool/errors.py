@@ -8,9 +8,10 @@
     ├── CheckpointCorrupt   11    damaged, hostile, or not what it claims to be
     ├── CapacityError       12    not enough disk, memory or device memory
     ├── RemoteError         13    network or Hub failure, authorization included
-    └── UnsupportedError    14    no such device here, or a format or layout this model cannot have
+    ├── UnsupportedError    14    no such device here, or a format or layout this model cannot have
+    └── Interrupted        130    stopped by the user
 
-Anything else that escapes is a bug in k3tool: exit code 70 with a traceback. An interrupt is 130.
+Anything else that escapes is a bug in k3tool: exit code 70 with a traceback.
 """
 
 from __future__ import annotations
@@ -82,3 +83,10 @@ class RemoteError(K3Error):
 
 class UnsupportedError(K3Error):
     exit_code = 14
+
+
+class Interrupted(K3Error):
+    exit_code = EXIT_INTERRUPTED
+
+    def __init__(self, hint: str = "run the same command again: it goes on from here") -> None:
+        super().__init__("interrupted", hint=hint)

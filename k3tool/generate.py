@@ -13,8 +13,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +45,9 @@ class Timing:
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+    def as_json(self) -> dict[str, float]:
+        return {"tokens": self.tokens, "seconds": self.seconds, "tokens_per_second": self.tokens_per_second}
 
     def plus(self, tokens: int, seconds: float) -> Timing:
         return Timing(self.tokens + tokens, self.seconds + seconds)
@@ -322,6 +326,16 @@ class RunResult:
     memory: MemoryReport
     logits: Tensor | None = None
     decode_logits: Tensor | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything but the logits."""
+        plain = ("input_ids", "token_ids", "finish_reason", "backend", "backend_reason", "device", "dtype", "layers")
+        return {
+            **{name: getattr(self, name) for name in plain},
+            "prefill": self.prefill.as_json(),
+            "decode": self.decode.as_json(),
+            "memory": asdict(self.memory),
+        }
 
 
 def run_session(

@@ -15,7 +15,7 @@ import typer
 
 from k3tool import __version__
 from k3tool.cli.output import print_failure
-from k3tool.errors import EXIT_BUG, EXIT_INTERRUPTED, K3Error, UsageError
+from k3tool.errors import EXIT_BUG, EXIT_INTERRUPTED, Interrupted, K3Error, UsageError
 
 EXIT_CODES = (
     "Exit codes: 0 done; 1 a check failed; 2 usage; 3 partly done, the same command resumes; 10 checkpoint missing or "
@@ -81,27 +81,20 @@ def run(arguments: list[str]) -> int:
     try:
         result = app(args=arguments, prog_name="k3tool", standalone_mode=False)
         if result == EXIT_INTERRUPTED:  # Typer answers an interrupt itself
-            return _fail(arguments, _Interrupted())
+            return _fail(arguments, Interrupted())
         return result if isinstance(result, int) else 0
     except K3Error as error:
         return _fail(arguments, error)
     except _PARSER_ERROR as error:
         return _fail(arguments, _usage(arguments, error))
     except (KeyboardInterrupt, typer.Abort):
-        return _fail(arguments, _Interrupted())
+        return _fail(arguments, Interrupted())
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except Exception as error:
         traceback.print_exc()
         return _fail(arguments, _Bug(f"{type(error).__name__}: {error}"))
-
-
-class _Interrupted(K3Error):
-    exit_code = EXIT_INTERRUPTED
-
-    def __init__(self) -> None:
-        super().__init__("interrupted", hint="run the same command again: it goes on from here")
 
 
 class _Bug(K3Error):

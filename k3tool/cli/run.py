@@ -1,0 +1,202 @@
+"""`k3tool run`: a prompt in, tokens out."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from k3tool.cli.options import JsonOption, QuietOption
+from k3tool.cli.output import Output
+from k3tool.errors import Interrupted, UsageError
+from k3tool.units import format_bytes, parse_size
+
+if TYPE_CHECKING:
+    from k3tool.generate import RunResult, Timing
+    from k3tool.tokenizer import StreamDecoder, Tokenizer
+
+
+def command(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Checkpoint folder.")],
+    prompt: Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="The prompt.")] = None,
+    prompt_file: Annotated[
+        str | None,
+        typer.Option("--prompt-file", metavar="FILE", help="A file that holds it (- for stdin); messages with --chat."),
+    ] = None,
+    input_ids: Annotated[
+        str | None, typer.Option("--input-ids", metavar='"1,2,3"', help="Token ids; needs no tokenizer.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="A user message in K3's format; a .json prompt file holds the messages.")
+    ] = False,
+    thinking: Annotated[
+        bool, typer.Option("--thinking/--no-thinking", help="With --chat: reply with a think channel first.")
+    ] = True,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", metavar="N", min=0)] = 64,
+    temperature: Annotated[
+        float, typer.Option("--temperature", metavar="T", min=0.0, help="Sample; without it, greedy.")
+    ] = 0.0,
+    top_p: Annotated[float, typer.Option("--top-p", metavar="P", help="Sample from the likeliest tokens only.")] = 1.0,
+    seed: Annotated[int | None, typer.Option("--seed", metavar="N", min=0, max=2**63 - 1)] = None,
+    backend: Annotated[str, typer.Option("--backend", metavar="auto|triton|reference")] = "auto",
+    device: Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda")] = "auto",
+    dtype: Annotated[str, typer.Option("--dtype", metavar="bfloat16|float32", help="Of activations.")] = "bfloat16",
+    layers: Annotated[int | None, typer.Option("--layers", metavar="N", help="Run the first N layers only.")] = None,
+    memory: Annotated[
+        str | None, typer.Option("--memory", metavar="SIZE", help="Keep at most this much of the weights resident.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Compare every built-in kernel with its reference, layer by layer.")
+    ] = False,
+    logits_out: Annotated[
+        Path | None, typer.Option("--logits-out", metavar="FILE", help="Write the logits as safetensors.")
+    ] = None,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Generate from a prompt. Text streams to stdout as it appears; timing and memory follow on stderr."""
+    from k3tool.checkpoint.reader import Checkpoint
+    from k3tool.tokenizer import find_tokenizer
+
+    given = [name for name, value in (("--prompt", prompt), ("--prompt-file", prompt_file), ("--input-ids", input_ids)) if value is not None]  # fmt: skip
+    if len(given) != 1:
+        raise UsageError(
+            f"{' and '.join(given)} contradict each other" if given else "there is no prompt",
+            hint="give one of --prompt, --prompt-file and --input-ids",
+        )
+    if input_ids is not None and chat:
+        raise UsageError("--chat renders text, and --input-ids gives ids", hint="leave out one of them")
+    if logits_out is not None and (logits_out.is_dir() or not logits_out.absolute().parent.is_dir()):
+        raise UsageError(f"cannot write {logits_out}", hint="name a file in a folder that exists")
+    budget = parse_size(memory) if memory is not None else None
+    with Output("run", json=json, quiet=quiet) as output:
+        checkpoint = Checkpoint.open(folder)
+        config = checkpoint.config
+        if input_ids is not None:
+            ids = parse_ids(input_ids)
+            tokenizer = find_tokenizer(checkpoint.source, config.vocab_size)
+        else:
+            text, name = (prompt, "--prompt") if prompt is not None else _read(str(prompt_file))
+            tokenizer, ids = _encode(checkpoint.source, config.vocab_size, str(text), name, chat, thinking)
+        from k3tool.generate import Session, check_ids, run_session, write_logits
+
+        check_ids(config, ids)
+        if top_p != 1.0 and temperature == 0.0:
+            output.progress.warn("--top-p has no effect without --temperature")
+        session = Session.open(
+            folder, device=device, dtype=dtype, layers=layers, backend=backend, memory_bytes=budget, progress=output.progress
+        )  # fmt: skip
+        output.close()
+        printer = Printer(tokenizer, config.eos_token_ids, live=not json and not quiet)
+        try:
+            result = run_session(
+                session, ids, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed,
+                keep_logits=logits_out is not None, on_token=printer.token,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            printer.finish()
+            raise Interrupted("run the same command again: it starts over").with_document(
+                {"input_ids": ids, "token_ids": printer.ids, "text": printer.text}
+            ) from None
+        printer.finish()
+        if logits_out is not None:
+            write_logits(logits_out, result)
+        output.result({**result.as_json(), "text": printer.text, "checks": []}, essential=printer.shown)
+        _report(output, result)
+
+
+def parse_ids(text: str) -> list[int]:
+    """Token ids separated by commas or white space. Raises UsageError."""
+    words = [word for word in re.split(r"[,\s]+", text.strip()) if word]
+    for word in words:
+        if not re.fullmatch(r"[+-]?\d{1,18}", word, re.ASCII):
+            raise UsageError(f"not a token id: {word!r}", hint='write --input-ids "1,2,3"')
+    return [int(word) for word in words]
+
+
+class Printer:
+    """Shows tokens as they come: as text where there is a tokenizer, else as ids. The end token is not shown."""
+
+    def __init__(self, tokenizer: Tokenizer | None, end_ids: tuple[int, ...], *, live: bool) -> None:
+        self.ids: list[int] = []
+        self.shown = ""
+        self._stream: StreamDecoder | None = tokenizer.stream() if tokenizer else None
+        self._end_ids = end_ids
+        self._live = live
+
+    @property
+    def text(self) -> str | None:
+        return self.shown if self._stream else None
+
+    def token(self, token: int) -> None:
+        self.ids.append(token)
+        if self._stream is None:
+            self._show(f" {token}" if self.shown else str(token))
+        elif token not in self._end_ids:
+            self._show(self._stream.feed(token))
+
+    def finish(self) -> None:
+        if self._stream is not None:
+            self._show(self._stream.finish())
+        if self._live:
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+
+    def _show(self, text: str) -> None:
+        self.shown += text
+        if self._live and text:
+            sys.stdout.write(visible(text) if sys.stdout.isatty() else text)
+            sys.stdout.flush()
+
+
+def visible(text: str) -> str:
+    """Generated text for a terminal: control characters cannot move its cursor, everything else stays."""
+    return "".join(f"\\x{ord(c):02x}" if (c < " " and c not in "\n\t") or "\x7f" <= c <= "\x9f" else c for c in text)
+
+
+def _read(name: str) -> tuple[str, str]:
+    """Text of a prompt file and what to call it. Raises UsageError."""
+    try:
+        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+        return data.decode("utf-8"), name
+    except OSError as error:
+        raise UsageError(f"cannot read {name}: {error.strerror}", hint="name a text file") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{name} is not UTF-8 text (byte {error.start})", hint="convert it to UTF-8") from None
+
+
+def _encode(
+    source: Any, vocab_size: int, text: str, name: str, chat: bool, thinking: bool
+) -> tuple[Tokenizer, list[int]]:
+    from k3tool.chat import parse_messages, render, render_prompt
+    from k3tool.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(source, vocab_size)
+    if not text:
+        raise UsageError("the prompt is empty", hint="give some text")
+    if not chat:
+        return tokenizer, tokenizer.encode(text)
+    if name.endswith(".json"):
+        return tokenizer, tokenizer.encode_segments(render(parse_messages(text, where=name), thinking=thinking))
+    return tokenizer, tokenizer.encode_segments(render_prompt(text, thinking=thinking))
+
+
+def _report(output: Output, result: RunResult) -> None:
+    """One line each on stderr: speed, memory, what ran, checks."""
+    output.note(f"prefill {_speed(result.prefill)}; decode {_speed(result.decode)}; finished by {result.finish_reason}")
+    memory = result.memory
+    device = f", {format_bytes(memory.peak_device_bytes)} on the GPU" if memory.peak_device_bytes else ""
+    output.note(
+        f"memory at most {format_bytes(memory.peak_host_bytes)}{device}; KDA state {format_bytes(memory.kda_state_bytes)}, "
+        f"MLA cache {format_bytes(memory.mla_cache_bytes)}"
+    )
+    output.note(
+        f"{result.layers} layers in {result.dtype} on {result.device}, {result.backend} kernels ({result.backend_reason})"
+    )
+
+
+def _speed(timing: Timing) -> str:
+    return f"{timing.tokens} tokens in {timing.seconds:.2f} s ({timing.tokens_per_second:,.1f} tokens/s)"
