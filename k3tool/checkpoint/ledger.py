@@ -46,6 +46,13 @@ def job_id(description: Any) -> str:
     return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:32]
 
 
+def read_marks(folder: Path) -> dict[str, tuple[int, str]]:
+    """How far unfinished files of a job in `folder` are durable, without taking part in it: file to (bytes, boot id)."""
+    ledger = Ledger(folder, "", "")
+    ledger.reload()
+    return ledger.synced
+
+
 class Ledger:
     """The running record of one job in `folder`. Use as a context manager; holds an exclusive lock meanwhile.
 

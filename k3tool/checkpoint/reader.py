@@ -132,10 +132,14 @@ def read_header(source: Source, shard: str, files: dict[str, int] | None = None)
         raise CheckpointMissing(
             f"{source.label} lacks {shard}", hint=f"fetch it: k3tool fetch REPO --include '{shard}' --local-dir DIR"
         )
-    where = f"{source.label}/{shard}"
+    return parse_header(read_header_text(source, shard, size), file_size=size, where=f"{source.label}/{shard}")
+
+
+def read_header_text(source: Source, shard: str, size: int) -> bytes:
+    """The JSON of one header, unchecked but for its length. Raises CheckpointCorrupt."""
     first = source.read(shard, 0, min(size, HEADER_GUESS))
-    length = header_length(first, size, where=where)
+    length = header_length(first, size, where=f"{source.label}/{shard}")
     text = first[8 : 8 + length]
     if len(text) < length:
         text += source.read(shard, len(first), 8 + length - len(first))
-    return parse_header(text, file_size=size, where=where)
+    return text
