@@ -149,6 +149,15 @@ def check_ids(config: K3Config, ids: Sequence[int]) -> None:
             )
 
 
+def check_sampling(max_new_tokens: int, temperature: float, top_p: float) -> None:
+    """Raises UsageError for sampling options out of their ranges."""
+    if max_new_tokens < 0 or not temperature >= 0 or not 0 < top_p <= 1:
+        raise UsageError(
+            f"bad sampling options: max_new_tokens {max_new_tokens}, temperature {temperature}, top_p {top_p}",
+            hint="max_new_tokens and temperature are at least 0, top_p lies in (0, 1]",
+        )
+
+
 @dataclass
 class Session:
     """A loaded checkpoint and one running sequence. `backend.name` and `backend.reason` say which kernels run."""
@@ -251,11 +260,7 @@ class Session:
         [T, vocab] of the prompt, then [vocab] after each token that was fed. Sets `finish_reason` at the end.
         Raises UsageError for bad options and for a prompt beyond the positions that the model was made for.
         """
-        if max_new_tokens < 0 or not temperature >= 0 or not 0 < top_p <= 1:
-            raise UsageError(
-                f"bad sampling options: max_new_tokens {max_new_tokens}, temperature {temperature}, top_p {top_p}",
-                hint="max_new_tokens and temperature are at least 0, top_p lies in (0, 1]",
-            )
+        check_sampling(max_new_tokens, temperature, top_p)
         room = self.config.max_positions - self.cache.position - len(ids)
         if room < 0:
             raise UsageError(

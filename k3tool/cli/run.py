@@ -81,9 +81,10 @@ def command(
         else:
             text, name = (prompt, "--prompt") if prompt is not None else _read(str(prompt_file))
             tokenizer, ids = _encode(checkpoint.source, config.vocab_size, str(text), name, chat, thinking)
-        from k3tool.generate import Session, check_ids, run_session, write_logits
+        from k3tool.generate import Session, check_ids, check_sampling, run_session, write_logits
 
         check_ids(config, ids)
+        check_sampling(max_new_tokens, temperature, top_p)
         if top_p != 1.0 and temperature == 0.0:
             output.progress.warn("--top-p has no effect without --temperature")
         session = Session.open(
