@@ -29,7 +29,6 @@ from k3tool.hub.retry import Clock, Retry, RetryPolicy, Stopped, SystemClock, Tr
 __all__ = ["HubSource", "Listing", "RemoteFile", "RetryPolicy", "Stopped", "SystemClock", "Transient"]
 
 SMALL_FILE = 1 << 20
-DIRECT_REDIRECT_LIMIT = 3
 
 
 class HubSource:
@@ -126,6 +125,10 @@ class HubSource:
             )
         return file
 
+    def small(self, name: str) -> bytes | None:
+        """A small file that was read before, from memory."""
+        return self._small.get(name)
+
     def retry(self) -> Retry:
         return Retry(self.policy, self.clock, self.began)
 
@@ -182,8 +185,9 @@ class HubSource:
             try:
                 body = self.open(name, offset + done, offset + len(buffer))
                 while done < len(buffer):
-                    done += body.read_into(buffer[done:])
-                    retry.progressed()
+                    got = body.read_into(buffer[done:])
+                    done += got
+                    retry.progressed(got)
             except Transient as error:
                 if not error.stale_address:
                     self.forget_address(name)

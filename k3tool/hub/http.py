@@ -58,6 +58,7 @@ class Connections:
         self._lock = threading.Lock()
         self._open: set[http.client.HTTPConnection] = set()
         self.stopped = False
+        self.received = 0  # bytes of bodies, over all connections
 
     def take(self, url: str) -> tuple[http.client.HTTPConnection, bool]:
         """A connection to the origin of `url`, and whether it was used before (and may have been closed meanwhile)."""
@@ -91,6 +92,10 @@ class Connections:
             self._open.discard(connection)
         connection.close()
 
+    def count(self, received: int) -> None:
+        with self._lock:
+            self.received += received
+
     def stop(self) -> None:
         """End every transfer now, from any thread."""
         self.stopped = True
@@ -121,6 +126,7 @@ class Body:
         self.remaining = 0
         self.ignored_range = False  # the server sends the whole file: what is beyond `remaining` is left unread
         self.skipped = 0  # bytes that came although they were not asked for
+        self._received = 0
         self._window_began = time.monotonic()
         self._window_bytes = 0
         plain = response.length is not None and not response.chunked
@@ -138,6 +144,7 @@ class Body:
         if not got:
             raise Transient(f"connection closed with {self.remaining} bytes still to come")
         self.remaining -= got
+        self._received += got
         self._watch(got)
         return got
 
@@ -157,11 +164,17 @@ class Body:
         while self.skipped < count:
             self.skipped += self.read_into(buffer[: count - self.skipped])
 
+    def abandon(self) -> None:
+        self.remaining = 1
+        self.close()
+
     def close(self) -> None:
         """Keep the connection when the answer was read to its end, else drop it."""
         whole = self.remaining == 0 and self._response.length is not None and not self._response.will_close
         whole = whole and not self._response.chunked and not self.ignored_range
         self._response.close()
+        self._pool.count(self._received)
+        self._received = 0
         if whole and not self._pool.stopped:
             self._pool.keep(self._url, self._connection)
         else:
@@ -203,8 +216,7 @@ def open_range(
         try:
             _check(body, response, start, stop, size, skip_limit)
         except BaseException:
-            response.close()
-            pool.drop(connection)
+            body.abandon()
             raise
         return body
     raise RemoteError(f"more than {MAX_REDIRECTS} redirects, last to {url[:200]}", hint="check HF_ENDPOINT")

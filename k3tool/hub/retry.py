@@ -15,6 +15,7 @@ from typing import Protocol
 from k3tool.errors import RemoteError
 from k3tool.units import format_duration
 
+PROGRESS_BYTES = 1 << 14
 RESUME_HINT = "run the same command again: it goes on from what is on disk"
 
 
@@ -97,10 +98,15 @@ class Retry:
     job_began: float
     failures: int = 0
     failing_since: float = 0.0
+    _progress: int = 0
     _random: random.Random = field(default_factory=random.Random)
 
-    def progressed(self) -> None:
-        self.failures = 0
+    def progressed(self, count: int) -> None:
+        """`count` more bytes are safe. A few of them forgive nothing, or a server could hold the job for ever."""
+        self._progress += count
+        if self._progress >= PROGRESS_BYTES:
+            self._progress = 0
+            self.failures = 0
 
     def failed(self, error: Transient, what: str) -> None:
         """Wait for the next attempt. Raises RemoteError when `what` has failed for too long or too often."""

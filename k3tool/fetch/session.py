@@ -1,0 +1,394 @@
+"""One fetch from beginning to end: what is wanted, what is there, does it fit, bring the rest, prove it, write it down."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from k3tool import release
+from k3tool.checkpoint.index import INDEX_NAME
+from k3tool.checkpoint.ledger import Ledger
+from k3tool.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, load_manifest
+from k3tool.checkpoint.reader import CONFIG_NAME
+from k3tool.checkpoint.writer import PARTIAL_SUFFIX
+from k3tool.config import K3Config
+from k3tool.errors import CapacityError, CheckFailed, CheckpointCorrupt, CheckpointMissing, K3Error, UsageError
+from k3tool.events import Progress
+from k3tool.fetch.index_text import RemoteIndex, from_folder, read_proven
+from k3tool.fetch.partial import partial_path, trusted_length
+from k3tool.fetch.reuse import adopt, belongs, candidates, hash_file
+from k3tool.fetch.structure import Structure
+from k3tool.fetch.target import Target
+from k3tool.fetch.transfer import TASK, Job, Outcome, fetch_target, proof
+from k3tool.hub import HubSource, Listing, RemoteFile, Stopped
+from k3tool.units import format_bytes
+
+CHECK_TASK = "check what is here"
+
+
+@dataclass
+class Survey:
+    """What the folder holds of the wanted files, by size alone. Bytes by file."""
+
+    whole: dict[str, int] = field(default_factory=dict)
+    partial: dict[str, int] = field(default_factory=dict)
+    missing: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def remaining(self) -> int:
+        return sum(self.missing.values())
+
+
+def survey(folder: Path, targets: Iterable[Target], synced: Mapping[str, tuple[int, str]]) -> Survey:
+    found = Survey()
+    for target in targets:
+        path = folder / target.name
+        if path.is_file() and path.stat().st_size == target.size:
+            found.whole[target.name] = target.size
+            continue
+        there = min(trusted_length(partial_path(folder / ".k3tool", target.name), synced.get(target.name)), target.size)
+        if there:
+            found.partial[target.name] = there
+        found.missing[target.name] = target.size - there
+    return found
+
+
+def free_space(folder: Path) -> int:
+    """Bytes that may still be written where `folder` is or will be."""
+    place = folder.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    return shutil.disk_usage(place).free
+
+
+def check_space(folder: Path, needed: int, free: int) -> None:
+    """Raises CapacityError where `needed` more bytes do not fit."""
+    if needed > free:
+        raise CapacityError(
+            f"{folder}: {format_bytes(needed)} ({needed} bytes) still to fetch, {format_bytes(free)} ({free} bytes) free",
+            hint="free space, name a folder on another disk, or fetch less (--text-only, --layers, --include)",
+            needed=needed,
+            free=free,
+        )
+
+
+def check_release(listing: Listing, label: str) -> bool:
+    """Whether this commit is one of the release; its file list must then agree with the built-in table."""
+    if listing.commit not in release.revisions():
+        return False
+    for name, record in {**release.shards(), **release.other_files()}.items():
+        found = listing.files.get(name)
+        if found is None:
+            raise CheckpointCorrupt(
+                f"{label}: the file list of the released commit {listing.commit[:12]} lacks {name}",
+                hint="check HF_ENDPOINT",
+            )
+        seen = (found.size, found.sha256 or record.sha256)
+        if seen != (record.size, record.sha256):
+            raise CheckpointCorrupt(
+                f"{name}: the Hub's file list and the built-in table of the release disagree "
+                f"(built-in {record.size} bytes {record.sha256}, Hub {seen[0]} bytes {seen[1]})",
+                hint="do not trust this endpoint: check HF_ENDPOINT, or upgrade k3tool",
+                file=name,
+                expected=record.sha256,
+                found=seen[1],
+            )
+    return True
+
+
+class Session:
+    """Brings `targets` into `folder` under a ledger. `run` returns the outcome of every one."""
+
+    def __init__(
+        self,
+        source: HubSource,
+        folder: Path,
+        targets: Sequence[Target],
+        *,
+        workers: int,
+        verify: bool,
+        overwrite: bool,
+        reuse: Sequence[Path],
+        progress: Progress,
+        structure: Callable[[Session], Structure | None],
+    ) -> None:
+        self.source = source
+        self.folder = folder
+        self.targets = {target.name: target for target in targets}
+        self.workers = workers
+        self.verify = verify
+        self.overwrite = overwrite
+        self.reuse = reuse
+        self.progress = progress
+        self.outcomes: dict[str, Outcome] = {}
+        self.failures: list[CheckFailed] = []
+        self.manifest = manifest_of(folder)
+        self._make_structure = structure
+        self._lock = threading.Lock()
+
+    def run(self, ledger: Ledger) -> list[Outcome]:
+        """Raises what stopped it; files that arrived wrong twice are named after all others are done."""
+        self.job = Job(self.source, self.folder, ledger, self.progress, self.verify)
+        self._check_present()
+        missing = [target for target in self.targets.values() if target.name not in self.outcomes]
+        self._adopt(missing)
+        missing = [target for target in missing if target.name not in self.outcomes]
+        self.progress.started(TASK, sum(target.size for target in missing))
+        first = [target for target in missing if target.name in (CONFIG_NAME, INDEX_NAME)]
+        self._fetch(sorted(first, key=lambda target: target.name != CONFIG_NAME), workers=1)
+        self.job.structure = self._make_structure(self)
+        if self.job.structure is not None:
+            self._check_headers_present(self.job.structure)
+        self._fetch([target for target in missing if target not in first], workers=self.workers)
+        self.progress.finished(TASK)
+        if self.failures:
+            raise self._failed()
+        return [self.outcomes[name] for name in sorted(self.outcomes)]
+
+    # -- what is here --
+
+    def _check_present(self) -> None:
+        """Prove the files that have their final name; remove wrong ones that are ours to replace."""
+        present = [target for target in self.targets.values() if (self.folder / target.name).is_file()]
+        to_hash: list[Target] = []
+        for target in present:
+            done = self.job.ledger.done.get(target.name)
+            if done is not None and done.size == target.size:
+                self._keep(target, done.sha256)
+            else:
+                to_hash.append(target)
+        self.progress.started(CHECK_TASK, sum(t.size for t in to_hash) if self.verify else 0)
+        self._each(to_hash, self._check_one, self.workers)
+        self.progress.finished(CHECK_TASK)
+
+    def _check_one(self, target: Target) -> None:
+        path = self.folder / target.name
+        size = path.stat().st_size
+        if size != target.size:
+            self._replace(target, f"has {size} bytes, expected {target.size}")
+        elif not self.verify:
+            self._keep(target, None)
+        else:
+            digests = hash_file(path, size, self._expected_of(target), self._counted(CHECK_TASK))
+            mismatch = digests.mismatch()
+            if mismatch is not None:
+                self._replace(target, f"{mismatch[0]} differs (expected {mismatch[1]}, found {mismatch[2]})")
+            elif target.expected is None and self._recorded(target.name) is None:
+                self._replace(target, "has no known digest")
+            else:
+                self._keep(target, digests.sha256)
+
+    def _recorded(self, name: str) -> FileRecord | None:
+        manifest = self.manifest
+        return manifest.files.get(name) if manifest is not None and manifest.source == self.source.repo else None
+
+    def _expected_of(self, target: Target) -> RemoteFile | None:
+        """The published digest; for a file made of ranges the one that this folder's manifest remembers."""
+        if target.expected is not None:
+            return target.expected
+        record = self._recorded(target.name)
+        return RemoteFile(record.size, record.sha256) if record is not None else None
+
+    def _replace(self, target: Target, problem: str) -> None:
+        """Remove a wrong file, if it is known to have come from here. Raises UsageError otherwise."""
+        path = self.folder / target.name
+        if not self.overwrite and not belongs(self.folder, target.name, self.source.repo, self.manifest):
+            raise UsageError(
+                f"{path} is not what {self.source.label} holds under that name: it {problem}",
+                hint="name an empty folder, or add --overwrite to replace it",
+            )
+        self.progress.warn(f"{target.name} {problem}; fetching it again")
+        path.unlink()
+
+    def _keep(self, target: Target, sha256: str | None, origin: str = "disk") -> None:
+        proven = proof(target, self.verify and sha256 is not None)
+        if sha256 is not None:
+            self.job.ledger.record(target.name, target.size, sha256)
+        with self._lock:
+            self.outcomes[target.name] = Outcome(target.name, target.size, "kept", sha256, origin, proven)
+
+    def _check_headers_present(self, structure: Structure) -> None:
+        for name, outcome in list(self.outcomes.items()):
+            if outcome.status == "kept" and name.endswith(".safetensors") and self.targets[name].expected is not None:
+                with open(self.folder / name, "rb") as file:
+                    prefix = file.read(8)
+                    length = int.from_bytes(prefix, "little")
+                    text = file.read(min(length, outcome.size))
+                structure.check_header(name, text, outcome.size)
+
+    def _adopt(self, missing: Sequence[Target]) -> None:
+        """Take over what the Hub cache or a named folder already holds, after hashing it."""
+        work: list[tuple[Target, list[Path]]] = []
+        for target in missing:
+            if target.expected is not None and target.expected.etag:
+                found = list(candidates(self.source.repo, target.name, target.expected, self.reuse))
+                found = [path for path in found if path.resolve() != (self.folder / target.name).resolve()]
+                if found:
+                    work.append((target, found))
+        if not work:
+            return
+        task = "check the cache"
+        self.progress.started(task, sum(target.size for target, _ in work))
+
+        def take(item: tuple[Target, list[Path]]) -> None:
+            target, paths = item
+            for path in paths:
+                digests = hash_file(path, target.size, target.expected, self._counted(task))
+                if digests.mismatch() is None:
+                    how = adopt(path, self.folder / target.name, self.job.ledger.state, target.name)
+                    self._keep(target, digests.sha256, origin=how)
+                    self.progress.item(f"{target.name} {format_bytes(target.size)} taken from {path} ({how})")
+                    return
+                self.progress.warn(f"{path} is damaged and not used")
+
+        self._each(work, take, self.workers)
+        self.progress.finished(task)
+
+    # -- what is not --
+
+    def _fetch(self, targets: Sequence[Target], workers: int) -> None:
+        def one(target: Target) -> None:
+            try:
+                outcome = fetch_target(self.job, target)
+            except CheckFailed as error:
+                with self._lock:
+                    self.failures.append(error)
+                self.progress.warn(error.message)
+                return
+            with self._lock:
+                self.outcomes[target.name] = outcome
+
+        self._each(targets, one, workers)
+
+    def _each(self, items: Sequence[object], work: Callable[..., None], workers: int) -> None:
+        """Run `work` on every item; the first failure ends the others at their next block, and is raised."""
+        if not items:
+            return
+        pool = ThreadPoolExecutor(min(workers, len(items)), thread_name_prefix="fetch")
+        try:
+            waiting: set[Future[None]] = {pool.submit(work, item) for item in items}
+            while waiting:
+                done, waiting = wait(waiting, timeout=0.5, return_when=FIRST_COMPLETED)
+                for future in done:
+                    future.result()
+        except BaseException:
+            self.job.stop.set()
+            self.source.stop()
+            raise
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _counted(self, task: str) -> Callable[[int], None]:
+        def on_bytes(count: int) -> None:
+            if self.job.stop.is_set():
+                raise Stopped
+            self.progress.advanced(task, count)
+
+        return on_bytes
+
+    def _failed(self) -> K3Error:
+        first = self.failures[0]
+        more = f" (and {len(self.failures) - 1} more files)" if len(self.failures) > 1 else ""
+        return CheckFailed(f"{first.message}{more}, twice", hint=first.hint, **first.details)
+
+
+def structure_of(session: Session) -> Structure | None:
+    """What the commit's own configuration and index imply, or None where no tensor file is wanted."""
+    if not any(target.is_shard for target in session.targets.values()):
+        return None
+    files = session.source.listing.files
+    label = session.source.label
+    if CONFIG_NAME not in files:
+        raise CheckpointMissing(
+            f"{label} has no {CONFIG_NAME}, so it is no Kimi K3 checkpoint", hint="check the name of the repository"
+        )
+    if CONFIG_NAME in session.outcomes:
+        text = (session.folder / CONFIG_NAME).read_bytes()
+    else:
+        text = read_proven(session.source, CONFIG_NAME)
+    config = K3Config.from_bytes(text, where=f"{label}/{CONFIG_NAME}")
+    shards = {name: file.size for name, file in files.items() if name.endswith(".safetensors")}
+    index = from_folder(session.folder) if INDEX_NAME in session.outcomes else RemoteIndex(session.source)
+    return Structure(label, config, index if INDEX_NAME in files else None, shards)
+
+
+def write_manifest(session: Session, command: str, outcomes: Sequence[Outcome], extra: Mapping[str, object]) -> None:
+    """The folder's manifest: what was there of the same commit, and what this run brought or proved."""
+    commit = session.source.commit
+    files: dict[str, FileRecord] = {}
+    before = session.manifest
+    same = before is not None and (before.source, before.revision) == (session.source.repo, commit)
+    if before is not None and same and not session.overwrite:
+        files = {n: r for n, r in before.files.items() if (session.folder / n).is_file()}
+    unproven = []
+    for outcome in outcomes:
+        expected = session.targets[outcome.name].expected
+        sha256 = outcome.sha256 or (expected.sha256 if expected else None)
+        if outcome.sha256 is None:
+            unproven.append(outcome.name)
+        if sha256:
+            files[outcome.name] = FileRecord(outcome.size, sha256)
+    document = {**extra, **({"unproven": sorted(unproven)} if unproven else {})}
+    Manifest(command, session.source.repo, commit, files, document).write(session.folder)
+
+
+def sweep(ledger: Ledger, names: Iterable[str]) -> None:
+    """Remove partials and folders of the ledger that belong to no wanted file any more."""
+    wanted = {partial_path(ledger.state, name).name for name in names}
+    for path in ledger.state.glob(f"*{PARTIAL_SUFFIX}"):
+        if path.name not in wanted:
+            path.unlink(missing_ok=True)
+
+
+def guard_folder(folder: Path, repo: str, commit: str, made: Mapping[str, object], *, overwrite: bool) -> None:
+    """Refuse a folder of another repository or commit, or of another smaller checkpoint. Raises UsageError."""
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is a file, not a folder", hint="name a folder for --local-dir")
+    manifest = manifest_of(folder)
+    if manifest is None or overwrite:
+        return
+    other = "name another folder, or add --overwrite to replace what differs"
+    if manifest.source != repo or manifest.command != "fetch":
+        raise UsageError(f"{folder} holds {manifest.source} ({manifest.command}), not a fetch of {repo}", hint=other)
+    if manifest.revision is not None and manifest.revision != commit:
+        raise another_commit(folder, manifest.revision, commit, "was fetched at")
+    before = {key: manifest.extra[key] for key in ("layers", "text_only") if key in manifest.extra}
+    if before != made:
+        raise UsageError(f"{folder} holds {_says(before)} of {repo}, not {_says(made)}", hint=other)
+
+
+def _says(made: Mapping[str, object]) -> str:
+    if "layers" in made:
+        return f"layers {made['layers']}" + (" without vision" if made.get("text_only") else "")
+    return "the text model" if made.get("text_only") else "the whole model"
+
+
+def remove_replaced(folder: Path, before: Manifest | None, targets: Iterable[str]) -> None:
+    """After --overwrite: files that the folder's former manifest names and the new content does not."""
+    inside = folder.resolve()
+    for name in set(before.files if before else ()) - set(targets):
+        path = folder / name
+        if path.is_file() and inside in path.resolve().parents:
+            path.unlink()
+
+
+def another_commit(folder: Path, before: str, now: str, verb: str) -> UsageError:
+    return UsageError(
+        f"{folder} {verb} commit {before}, the repository is now at commit {now}",
+        hint=f"add --revision {before} to stay with it, or --overwrite to move this folder to the new commit",
+        expected=before,
+        found=now,
+    )
+
+
+def manifest_of(folder: Path) -> Manifest | None:
+    if not (folder / MANIFEST_NAME).is_file():
+        return None
+    with contextlib.suppress(CheckpointCorrupt):
+        return load_manifest(folder)
+    return None
