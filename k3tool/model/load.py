@@ -21,7 +21,6 @@ from k3tool.model.decoder import DecoderLayer, Model
 from k3tool.model.experts import load_experts
 from k3tool.model.moe import GatedMlp, SparseMoe
 from k3tool.model.weights import Matrix, Weights
-from k3tool.names import parse_name
 from k3tool.units import format_bytes
 
 
@@ -60,11 +59,7 @@ def _locate(checkpoint: Checkpoint, config: K3Config, number: int) -> dict[str, 
     """Places of the tensors of the first `number` layers and of the text model's globals; reads their headers only."""
     wanted: dict[str, set[str]] = {}
     for name, shard in checkpoint.index.weight_map.items():
-        parsed = parse_name(name)
-        if parsed is None or parsed.prefix != config.name_prefix:
-            continue
-        is_global = parsed.layer is None and parsed.module.startswith(("model.", "lm_head"))
-        if is_global or (parsed.layer is not None and parsed.layer < number):
+        if _belongs(name, config, number):
             wanted.setdefault(shard, set()).add(name)
     located: dict[str, Located] = {}
     for shard, names in wanted.items():
@@ -79,6 +74,16 @@ def _locate(checkpoint: Checkpoint, config: K3Config, number: int) -> dict[str, 
                 hint="k3tool verify lists every disagreement",
             )
     return located
+
+
+def _belongs(name: str, config: K3Config, number: int) -> bool:
+    """Whether a tensor is part of the text model cut to `number` layers: of a layer below, or of what surrounds them."""
+    if not name.startswith(config.name_prefix):
+        return False
+    words = name[len(config.name_prefix) :].split(".", 3)
+    if words[:2] == ["model", "layers"] and len(words) > 2 and words[2].isdecimal():
+        return int(words[2]) < number
+    return words[0] in ("model", "lm_head")
 
 
 def _refuse_unknown(located: dict[str, Located], used: set[str]) -> None:

@@ -73,7 +73,7 @@ class Weights:
     def scheme(self, matrix: Matrix) -> str:
         """How a module is stored. Raises CheckpointMissing, CheckpointCorrupt, UnsupportedError."""
         parts = {part: place.spec for part, place in self._parts(matrix).items()}
-        if not parts:
+        if not parts.keys() & {"weight", "weight_packed"}:
             raise _missing(f"{self.source.label} holds no tensor {matrix.module}.weight")
         scheme = formats.detect(parts, where=matrix.module, shape=matrix.shape)
         found = formats.logical_shape(scheme, parts)
