@@ -195,6 +195,14 @@ class Emitter:
         align = element.width // 8 if isinstance(element, ir.IntType) else 4
         self.builder.store(value.ir, self._pointer(address), align=align)
 
+    def prefetch(self, address: Value) -> None:
+        """Ask for the cache line at any address; one that is not ours does no harm."""
+        signature = ir.FunctionType(VOID, [POINTER, I32, I32, I32])
+        function = self.module.globals.get("llvm.prefetch.p0")
+        function = function or ir.Function(self.module, signature, "llvm.prefetch.p0")
+        read, keep, data = (ir.Constant(I32, number) for number in (0, 3, 1))
+        self.builder.call(function, [self._pointer(address), read, keep, data])
+
     def stack(self, bytes_: int) -> Value:
         """Address of scratch memory that lives until the function returns."""
         with self.builder.goto_entry_block():

@@ -34,6 +34,10 @@ class Tiling:
     def tokens(self) -> int:
         return 2 * self.lanes
 
+    def rows_for(self, vectors: int) -> int:
+        """Weight rows of a tile with so many vectors of tokens: the sums always fill the registers."""
+        return self.rows * 2 // vectors
+
 
 def tiling(target: Target) -> Tiling:
     return Tiling(target.float_lanes, 12 if target.vector_registers >= 32 else 6)
@@ -41,6 +45,12 @@ def tiling(target: Target) -> Tiling:
 
 def padded(columns: int, format_: Format) -> int:
     return -(-columns // format_.block) * format_.block
+
+
+def balanced_rows(rows: int, threads: int) -> int:
+    """Rows of a block, at most BLOCK_ROWS, such that every thread gets as many blocks."""
+    blocks = threads * max(1, -(-rows // (threads * BLOCK_ROWS)))
+    return max(1, -(-rows // blocks))
 
 
 # One token
@@ -97,12 +107,12 @@ def emit_micro(module: ir.Module, tile: Tiling, vectors: int) -> ir.Function:
     e = Emitter(module, f"micro{vectors}", 4)
     e.function.linkage = "internal"
     weights, x, depth, c = e.params
-    wide = vector(F32, tile.lanes)
-    places = [[c + 4 * (tile.tokens * row + tile.lanes * v) for v in range(vectors)] for row in range(tile.rows)]
+    wide, rows = vector(F32, tile.lanes), tile.rows_for(vectors)
+    places = [[c + 4 * (tile.tokens * row + tile.lanes * v) for v in range(vectors)] for row in range(rows)]
     sums = [[e.variable(e.load(wide, place)) for place in row] for row in places]
     with e.loop(0, depth) as k:
         xs = [e.load(wide, x + k * (4 * tile.tokens) + 4 * tile.lanes * v) for v in range(vectors)]
-        for row in range(tile.rows):
+        for row in range(rows):
             weight = e.splat(e.load(F32, weights + k * 4 + 4 * DEPTH * row), tile.lanes)
             for v in range(vectors):
                 sums[row][v].set(e.fma(weight, xs[v], sums[row][v].get()))
@@ -131,6 +141,8 @@ def widen_rows(
         tail = complete_tail(e, format_, row_at, whole, columns)
         with e.loop(first, last, format_.block) as column:
             here = row_at.shifted(format_.weight_bytes(column), format_.scale_bytes(column))
+            # The next stretch of this row is wanted when all other rows had their turn.
+            e.prefetch(here.weights + format_.weight_bytes(e.number(DEPTH)))
             place = out + (row * DEPTH + column - first) * 4
             for index, (weight, scale) in enumerate(format_.vectors(e, here.where(e, column < whole, tail))):
                 e.store(weight if scale is None else weight * scale, place + 4 * lanes * index)
@@ -147,7 +159,7 @@ def emit_block_product(module: ir.Module, format_: Format, tile: Tiling, micros:
     e.function.linkage = "internal"
     weights, scales, table, rows, columns, panel, tokens, c, scratch = e.params
     at = RowAddress(weights, scales, table)
-    depth_all = _whole_blocks(format_, columns)
+    depth_all = whole_blocks(format_, columns)
     tiles = (tokens + (tile.tokens - 1)) // tile.tokens
     zero = e.number(0.0, vector(F32, tile.lanes))
     with e.loop(0, tiles * (BLOCK_ROWS * tile.tokens * 4), 4 * tile.lanes) as offset:
@@ -160,8 +172,9 @@ def emit_block_product(module: ir.Module, format_: Format, tile: Tiling, micros:
             x = panel + (index * depth_all + first) * (4 * tile.tokens)
             c_tile = c + index * (BLOCK_ROWS * tile.tokens * 4)
             few = (tokens - index * tile.tokens) <= tile.lanes
-            for narrow, micro in ((True, micros[0]), (False, micros[1])):
-                with e.when(few) if narrow else e.otherwise(few), e.loop(0, rows, tile.rows) as row:
+            for vectors, micro in ((1, micros[0]), (2, micros[1])):
+                case = e.when(few) if vectors == 1 else e.otherwise(few)
+                with case, e.loop(0, rows, tile.rows_for(vectors)) as row:
                     e.call(micro, scratch + row * (4 * DEPTH), x, last - first, c_tile + row * (4 * tile.tokens))
     e.finish()
     return e.function
@@ -174,22 +187,22 @@ def pack_tile(
     e: Emitter, format_: Format, tile: Tiling, x: Value, token_ids: list[Value], columns: Value, panel: Value
 ) -> None:
     """Rows `token_ids` of x [T, columns] float32 (one per lane of the tile) to panel [padded columns][tokens]."""
-    places = e.table(_places(format_))
+    places = e.table(places_of(format_))
     lanes = tile.lanes
     starts = [x + token * columns * 4 for token in token_ids]
     whole = columns // lanes * lanes
     with e.loop(0, whole, lanes) as first:
-        at = [panel + _place(e, format_, places, first + offset) * (4 * tile.tokens) for offset in range(lanes)]
+        at = [panel + place_of(e, format_, places, first + offset) * (4 * tile.tokens) for offset in range(lanes)]
         for side in range(0, tile.tokens, lanes):
             rows = [e.load(vector(F32, lanes), start + first * 4) for start in starts[side : side + lanes]]
             for address, values in zip(at, transpose(e, rows), strict=True):
                 e.store(values, address + 4 * side)
     with e.loop(whole, columns) as column:
-        address = panel + _place(e, format_, places, column) * (4 * tile.tokens)
+        address = panel + place_of(e, format_, places, column) * (4 * tile.tokens)
         for lane, start in enumerate(starts):
             e.store(e.load(F32, start + column * 4), address + 4 * lane)
-    with e.loop(columns, _whole_blocks(format_, columns)) as column:
-        address = panel + _place(e, format_, places, column) * (4 * tile.tokens)
+    with e.loop(columns, whole_blocks(format_, columns)) as column:
+        address = panel + place_of(e, format_, places, column) * (4 * tile.tokens)
         for side in range(0, tile.tokens, lanes):
             e.store(e.number(0.0, vector(F32, lanes)), address + 4 * side)
 
@@ -214,23 +227,23 @@ def unpack_tile(e: Emitter, tile: Tiling, c: Value, rows: Value, tokens: Value, 
 
 def pack_row(e: Emitter, format_: Format, x: Value, columns: Value, out: Value) -> None:
     """One row of x, float32, into the format's order, zeros up to a whole block."""
-    places = e.table(_places(format_))
+    places = e.table(places_of(format_))
     with e.loop(0, columns) as column:
-        e.store(e.load(F32, x + column * 4), out + _place(e, format_, places, column) * 4)
-    with e.loop(columns, _whole_blocks(format_, columns)) as column:
-        e.store(e.number(0.0, F32), out + _place(e, format_, places, column) * 4)
+        e.store(e.load(F32, x + column * 4), out + place_of(e, format_, places, column) * 4)
+    with e.loop(columns, whole_blocks(format_, columns)) as column:
+        e.store(e.number(0.0, F32), out + place_of(e, format_, places, column) * 4)
 
 
-def _whole_blocks(format_: Format, columns: Value) -> Value:
+def whole_blocks(format_: Format, columns: Value) -> Value:
     return (columns + (format_.block - 1)) // format_.block * format_.block
 
 
-def _places(format_: Format) -> list[int]:
+def places_of(format_: Format) -> list[int]:
     """Place of each column of a block in the order in which the format hands columns out."""
     order = format_.columns()
     return [order.index(column) for column in range(format_.block)]
 
 
-def _place(e: Emitter, format_: Format, places: Value, column: Value) -> Value:
+def place_of(e: Emitter, format_: Format, places: Value, column: Value) -> Value:
     within = column & (format_.block - 1)
     return column - within + e.load(I64, places + within * 8)

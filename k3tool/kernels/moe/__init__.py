@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from k3tool.kernels import cpu as compiled
 from k3tool.kernels.moe import reference
 from k3tool.kernels.moe.experts import ACTIVATIONS, DenseExperts, Experts, PackedExperts
 from k3tool.kernels.moe.reference import gated_activation
@@ -39,4 +40,8 @@ def experts_forward(
         raise ValueError(f"activation must be one of {ACTIVATIONS}, found {activation!r}")
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < experts.num_experts:
         raise ValueError(f"expert ids must lie in 0..{experts.num_experts - 1}")
+    if x.is_cpu and ids.numel() and compiled.available():
+        from k3tool.kernels.moe import cpu
+
+        return cpu.experts_forward(x, experts, ids, weights, activation, beta, linear_beta)
     return reference.experts_forward(x, experts, ids, weights, activation, beta, linear_beta)

@@ -17,7 +17,7 @@ def _check_stack(name: str, weight: Tensor, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{name} must be contiguous {shape}, found {tuple(weight.shape)}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PackedExperts:
     """E experts, D wide, with I hidden units, in MXFP4 or NVFP4.
 
@@ -77,7 +77,7 @@ class PackedExperts:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DenseExperts:
     """E experts, D wide, with I hidden units, as plain bfloat16, float16 or float32 matrices. All contiguous."""
 

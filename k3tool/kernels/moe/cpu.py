@@ -1,0 +1,211 @@
+"""Routed experts as compiled CPU code: packed weights are read as they are and widened in registers or cache.
+
+Few tokens: one pass per token over the rows of its K experts, bound by memory or by decoding. Many tokens: they
+are grouped by expert and go through the tiled product.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+from weakref import WeakKeyDictionary
+
+import torch
+from llvmlite import ir
+from torch import Tensor
+
+from k3tool.kernels.cpu import pool, product, target
+from k3tool.kernels.cpu.formats import Format, Fp4, Plain
+from k3tool.kernels.cpu.product import BLOCK_ROWS, DEPTH
+from k3tool.kernels.cpu.scratch import Scratch
+from k3tool.kernels.moe import emit
+from k3tool.kernels.moe.experts import DenseExperts, Experts, PackedExperts
+from k3tool.kernels.mxfp4 import reference as fp4
+
+ITEM_TOKENS = 64  # tokens of one expert that pass together: their panel should stay in the second-level cache
+GROUPED_FROM = 3  # mean tokens per visited expert from which grouping pays
+HIDDEN_BYTES = 64 << 20  # hidden units kept at a time
+
+_PLAIN = {torch.bfloat16: ("bfloat16", 2), torch.float16: ("float16", 2), torch.float32: ("float32", 4)}
+
+
+class _Compiled:
+    """Compiled functions for one storage format and the argument block they share, guarded by the scratch lock."""
+
+    def __init__(self, format_: Format) -> None:
+        machine = target.host()
+        self.format, self.tile = format_, product.tiling(machine)
+        module = ir.Module(name=f"k3tool.moe.{format_.name}")
+        block_product = product.emit_block_product(module, format_, self.tile, product.emit_micros(module, self.tile))
+        for one_token in (emit.emit_pack, emit.emit_gate_up, emit.emit_down):
+            one_token(module, format_, self.tile)
+        for many_tokens in (emit.emit_expand, emit.emit_contract):
+            many_tokens(module, format_, self.tile, block_product)
+        library = self._library = target.Library(module, machine)
+        self.pack, self.gate_up, self.down = (library.address(name) for name in ("pack", "gate_up", "down"))
+        self.expand, self.contract = (library.address(name) for name in ("expand", "contract"))
+        self.call = (ctypes.c_int64 * len(emit.CALL))()
+        self.address = ctypes.addressof(self.call)
+        self.caps = (ctypes.c_float * 2)()
+        self.scratch = Scratch()
+
+    def set(self, **fields: int) -> None:
+        for name, value in fields.items():
+            self.call[_INDEX[name]] = value
+
+
+_INDEX = {name: index for index, name in enumerate(emit.CALL)}
+
+
+@cache
+def _compiled(format_name: str) -> _Compiled:
+    machine = target.host()
+    if format_name.startswith("fp4_"):
+        return _Compiled(Fp4(int(format_name[4:]), machine))
+    return _Compiled(Plain(*_PLAIN[getattr(torch, format_name)], machine.float_lanes))
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """The fixed arguments of one layer, with the small tensors that they point to."""
+
+    compiled: _Compiled
+    arguments: ctypes.Array[ctypes.c_int64]
+    owned: tuple[Tensor, ...]
+
+
+_LAYERS: WeakKeyDictionary[Experts, _Layer] = WeakKeyDictionary()
+
+
+def _layer(experts: Experts) -> _Layer:
+    layer = _LAYERS.get(experts)
+    if layer is None:
+        layer = _LAYERS[experts] = _prepare(experts)
+    return layer
+
+
+def _prepare(experts: Experts) -> _Layer:
+    ones = torch.ones(experts.num_experts)
+    if isinstance(experts, DenseExperts):
+        name, table = str(experts.w1.dtype).removeprefix("torch."), ones
+        matrices = [(getattr(experts, w), ones, ones) for w in ("w1", "w3", "w2")]
+    else:
+        codes = torch.arange(256, dtype=torch.uint8).view(experts.w1_scale.dtype)
+        name, table = f"fp4_{experts.group_size}", fp4.scale_values(codes)
+        matrices = [_packed_matrix(experts, w, ones) for w in ("w1", "w3", "w2")]
+    owned = (ones, table, *(divisor for _, _, divisor in matrices))
+    addresses = [tensor.data_ptr() for matrix in matrices for tensor in matrix]
+    numbers = (*addresses, table.data_ptr(), experts.hidden_size, experts.intermediate_size)
+    return _Layer(_compiled(name), (ctypes.c_int64 * len(emit.LAYER))(*numbers), owned)
+
+
+def _packed_matrix(experts: PackedExperts, name: str, ones: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    divisor = getattr(experts, f"{name}_global")
+    divisor = ones if divisor is None else divisor.contiguous()
+    return getattr(experts, f"{name}_packed"), getattr(experts, f"{name}_scale"), divisor
+
+
+def experts_forward(
+    x: Tensor, experts: Experts, ids: Tensor, weights: Tensor, activation: str, beta: float, linear_beta: float
+) -> Tensor:
+    """x [T, D], ids [T, K], weights [T, K], T and K at least 1 -> [T, D] float32. See the public twin."""
+    layer, workers = _layer(experts), pool.shared()
+    compiled = layer.compiled
+    out = torch.zeros(x.shape, dtype=torch.float32)
+    rows = x.to(torch.float32).contiguous()
+    with compiled.scratch.lock:
+        compiled.caps[:] = beta, linear_beta
+        compiled.set(
+            layer=ctypes.addressof(layer.arguments),
+            caps=ctypes.addressof(compiled.caps),
+            round=x.dtype == torch.bfloat16,
+            silu=activation == "silu",
+        )
+        if ids.numel() < GROUPED_FROM * min(experts.num_experts, ids.numel()) and (
+            ids.shape[0] == 1 or ids.numel() < GROUPED_FROM * ids.unique().numel()
+        ):
+            _token_by_token(compiled, workers, experts, rows, ids, weights, out)
+        else:
+            _grouped(compiled, workers, experts, rows, ids, weights, out)
+    return out
+
+
+def _token_by_token(
+    compiled: _Compiled, workers: pool.Pool, experts: Experts, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor
+) -> None:
+    count, block = ids.shape[1], compiled.format.block
+    depth, inner = (product.padded(n, compiled.format) for n in (experts.hidden_size, experts.intermediate_size))
+    slot_ids, slot_weights = (ctypes.c_int64 * count)(), (ctypes.c_float * count)()
+    compiled.set(
+        count=count,
+        experts=ctypes.addressof(slot_ids),
+        weights=ctypes.addressof(slot_weights),
+        scratch=compiled.scratch.address("row", 4 * depth),
+        hidden=compiled.scratch.address("hidden", 4 * inner * count),
+    )
+    units = count * inner // block
+    parts = 1 if workers.threads == 1 else 4 * workers.threads
+    for token, (token_ids, token_weights) in enumerate(zip(ids.tolist(), weights.tolist(), strict=True)):
+        order = sorted(range(count), key=token_ids.__getitem__)
+        slot_ids[:] = [token_ids[slot] for slot in order]
+        slot_weights[:] = [token_weights[slot] for slot in order]
+        compiled.set(x=x.data_ptr() + 4 * x.shape[1] * token, out=out.data_ptr() + 4 * x.shape[1] * token)
+        workers.run(compiled.pack, compiled.address, 1)
+        workers.run(compiled.gate_up, compiled.address, min(2 * parts, units))
+        workers.run(compiled.down, compiled.address, min(parts, experts.hidden_size))
+
+
+def _grouped(
+    compiled: _Compiled, workers: pool.Pool, experts: Experts, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor
+) -> None:
+    sorted_ids, order = ids.flatten().sort(stable=True)
+    tokens = order // ids.shape[1]
+    sorted_weights = weights.flatten()[order]
+    tile = compiled.tile.tokens
+    depth, inner = (product.padded(n, compiled.format) for n in (experts.hidden_size, experts.intermediate_size))
+    panel_bytes = 4 * depth * -(-ITEM_TOKENS // tile) * tile
+    c_bytes = 4 * BLOCK_ROWS * -(-ITEM_TOKENS // tile) * tile
+    scratch_bytes = panel_bytes + 4 * BLOCK_ROWS * DEPTH + 2 * c_bytes
+    compiled.set(
+        x=x.data_ptr(),
+        out=out.data_ptr(),
+        tokens=tokens.data_ptr(),
+        weights=sorted_weights.data_ptr(),
+        scratch=compiled.scratch.address("scratch", scratch_bytes * workers.threads),
+        scratch_bytes=scratch_bytes,
+        panel_bytes=panel_bytes,
+        c_bytes=c_bytes,
+    )
+    for items, hidden_bytes in _waves(sorted_ids, tile, inner):
+        hidden = compiled.scratch.address("hidden", hidden_bytes)
+        numbers = [number for *item, offset in items for number in (*item, hidden + offset)]
+        item_block = (ctypes.c_int64 * len(numbers))(*numbers)
+        splits = max(1, min(4 * workers.threads // len(items), experts.intermediate_size // BLOCK_ROWS))
+        rows = product.balanced_rows(experts.intermediate_size, splits)
+        compiled.set(
+            items=ctypes.addressof(item_block), count=len(items), splits=splits, block_rows=rows, hidden=hidden
+        )
+        workers.run(compiled.expand, compiled.address, len(items) * splits)
+        rows = product.balanced_rows(experts.hidden_size, workers.threads)
+        compiled.set(block_rows=rows)
+        workers.run(compiled.contract, compiled.address, -(-experts.hidden_size // rows))
+
+
+def _waves(sorted_ids: Tensor, tile: int, inner: int) -> list[tuple[list[tuple[int, int, int, int]], int]]:
+    """Runs of equal expert ids as items (expert, start, count, byte offset of hidden units), in groups that fit."""
+    found, counts = sorted_ids.unique_consecutive(return_counts=True)
+    waves: list[tuple[list[tuple[int, int, int, int]], int]] = []
+    items: list[tuple[int, int, int, int]] = []
+    start = offset = 0
+    for expert, total in zip(found.tolist(), counts.tolist(), strict=True):
+        for first in range(0, total, ITEM_TOKENS):
+            count = min(ITEM_TOKENS, total - first)
+            size = 4 * inner * -(-count // tile) * tile
+            if items and offset + size > HIDDEN_BYTES:
+                waves.append((items, offset))
+                items, offset = [], 0
+            items.append((expert, start + first, count, offset))
+            offset += size
+        start += total
+    return [*waves, (items, offset)]
