@@ -98,14 +98,14 @@ def stored_tensors(
     }
 
 
-def absmax(parts: Mapping[str, NDArray], state: Mapping[str, Any]) -> NDArray[np.float32]:
+def block_maxima(stored_parts: Mapping[str, NDArray], state: Mapping[str, Any]) -> NDArray[np.float32]:
     """Block maxima as float32, decoded where they are quantized themselves (`nested_quant_map`, blocks of 256)."""
-    stored = parts["weight.absmax"]
+    stored = stored_parts["weight.absmax"]
     if stored.dtype != np.uint8:
         return to_f32(stored)
     block = int(state["nested_blocksize"])
-    scale = to_f32(parts["weight.nested_absmax"]).repeat(block)[: stored.size]
-    return parts["weight.nested_quant_map"][stored] * scale + np.float32(state["nested_offset"])
+    scale = to_f32(stored_parts["weight.nested_absmax"]).repeat(block)[: stored.size]
+    return stored_parts["weight.nested_quant_map"][stored] * scale + np.float32(state["nested_offset"])
 
 
 def dequantize(parts: Mapping[str, NDArray], shape: tuple[int, ...], *, kind: str) -> NDArray[np.float32]:
@@ -118,7 +118,7 @@ def dequantize(parts: Mapping[str, NDArray], shape: tuple[int, ...], *, kind: st
     if tuple(state["shape"]) != shape or packed.size != ceil_div(size, 2):
         raise corrupt(f"quant_state says {state['shape']} in {packed.size} bytes, expected {list(shape)}")
     block = int(state["blocksize"])
-    scale = absmax(parts, state)
+    scale = block_maxima(parts, state)
     if scale.size != ceil_div(size, block):
         raise corrupt(f"weight.absmax holds {scale.size} blocks, {list(shape)} has {ceil_div(size, block)}")
     table = np.array(parts["weight.quant_map"], np.float32)
@@ -137,16 +137,23 @@ def bounds(kind: str) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
     return (table[order[:-1]] + table[order[1:]]) / np.float32(2), order.astype(np.uint8)
 
 
-def quantize(values: NDArray[np.float32], *, group_size: int | None, dtype: str, kind: str) -> dict[str, NDArray]:
+def parts(
+    kind: str, packed: NDArray[np.uint8], absmax: NDArray[np.float32], shape: tuple[int, ...], dtype: str
+) -> dict[str, NDArray]:
+    """What is stored beside the packed codes [n / 2, 1], in the order of writing."""
+    return {
+        "weight": packed,
+        "weight.absmax": absmax,
+        "weight.quant_map": TABLES[kind].copy(),
+        f"{STATE_PREFIX}{kind}": write_state(kind, shape, dtype),
+    }
+
+
+def quantize(values: NDArray[np.float32], *, dtype: str, kind: str, **_: Any) -> dict[str, NDArray]:
     """The rule of bitsandbytes: x * (1 / absmax), clamped to [-1, 1], nearest code; codes and absmax in float32."""
     blocks = values.reshape(-1, BLOCK)
     scale = np.abs(blocks).max(axis=1)
     scaled = np.clip(blocks * (np.float32(1) / np.maximum(scale, np.float32(1e-38)))[:, None], -1, 1)
     middles, order = bounds(kind)
     codes = order[np.searchsorted(middles, scaled.reshape(-1), side="left")]
-    return {
-        "weight": ((codes[0::2] << 4) | codes[1::2]).reshape(-1, 1),
-        "weight.absmax": scale,
-        "weight.quant_map": TABLES[kind].copy(),
-        f"{STATE_PREFIX}{kind}": write_state(kind, values.shape, dtype),
-    }
+    return parts(kind, ((codes[0::2] << 4) | codes[1::2]).reshape(-1, 1), scale, values.shape, dtype)

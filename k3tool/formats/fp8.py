@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from k3tool.formats.base import Match, ceil_div, corrupt
+from k3tool.formats.base import Match, ceil_div, corrupt, least_squares
 from k3tool.formats.codes import E4M3, E4M3_MAX, round_e4m3, to_f32
 
 BLOCK = 128
+FACTORS = tuple(np.float32(2 ** (step / 8)) for step in range(8))
+"""Multiples of the plain scale that the search tries: one binade, after which the grid repeats."""
 _SCALES = ("weight_scale", "weight_scale_inv")
 
 
@@ -73,14 +75,29 @@ def dequantize(parts: Mapping[str, NDArray], shape: tuple[int, ...], *, strategy
     return E4M3[weight] * scale
 
 
-def quantize(values: NDArray[np.float32], *, strategy: str, **_: Any) -> dict[str, NDArray]:
-    """Plain rounding: the largest magnitude of a row or block maps to 448. An all-zero one gets scale 1."""
+def quantize(
+    values: NDArray[np.float32],
+    *,
+    strategy: str,
+    search: bool = False,
+    weight: NDArray[np.float32] | None = None,
+    **_: Any,
+) -> dict[str, NDArray]:
+    """The largest magnitude of a row or block maps to 448. An all-zero one gets scale 1.
+
+    search: move the grid by fractions of a binade and keep the least squared error, weighted by column.
+    """
     rows, columns = values.shape
-    magnitude = np.abs(values)
-    if strategy == "channel":
-        amax = magnitude.max(axis=1, keepdims=True)
-    else:
-        amax = magnitude.reshape(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK).max(axis=(1, 3))
+    down, across = (1, columns) if strategy == "channel" else (BLOCK, BLOCK)
+    blocks = values.reshape(rows // down, down, columns // across, across).transpose(0, 2, 1, 3)
+    blocks = blocks.reshape(rows // down, columns // across, down * across)
+    amax = np.abs(blocks).max(axis=2)
     scale = np.where(amax > 0, amax / np.float32(E4M3_MAX), np.float32(1)).astype(np.float32)
+    if search:
+        spread_weight = None if weight is None else np.tile(weight.reshape(1, -1, across), (1, 1, down))
+        tried = [scale * factor for factor in FACTORS]
+        scale, _error = least_squares(
+            blocks, spread_weight, ((step, step) for step in tried), lambda x: E4M3[round_e4m3(x)]
+        )
     spread = scale if strategy == "channel" else scale.repeat(BLOCK, 0).repeat(BLOCK, 1)
     return {"weight": round_e4m3(values / spread), "weight_scale": scale}

@@ -12,10 +12,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from k3tool.formats.base import Match, ceil_div, corrupt, require
+from k3tool.formats.base import Match, ceil_div, corrupt, least_squares, require
 from k3tool.formats.codes import bf16_to_f32, f32_to_bf16, to_f32
 
 DEFAULT_GROUP = 32
+FACTORS = {
+    8: tuple(np.float32(f) for f in (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 1.05, 1.0714285)),
+    128: tuple(np.float32(f) for f in (1.0, 0.99, 0.98, 1.01)),
+}
+"""Multiples of the plain scale that the search tries, by 2^(bits - 1); the plain one first, so that it never loses."""
 _EXTRA = ("weight_zero_point", "weight_g_idx")
 
 
@@ -91,18 +96,54 @@ def dequantize(parts: Mapping[str, NDArray], shape: tuple[int, ...], *, bits: in
     return (values * scale[:, :, None]).reshape(rows, columns)
 
 
-def quantize(values: NDArray[np.float32], *, group_size: int | None, dtype: str, bits: int) -> dict[str, NDArray]:
-    """Plain rounding: scale = amax / ((2^bits - 1) / 2) as bfloat16, integers rounded half to even and clamped."""
+def quantize(
+    values: NDArray[np.float32],
+    *,
+    group_size: int | None,
+    bits: int,
+    search: bool = False,
+    weight: NDArray[np.float32] | None = None,
+    **_: Any,
+) -> dict[str, NDArray]:
+    """scale = amax / ((2^bits - 1) / 2) as bfloat16, integers rounded half to even and clamped.
+
+    search: also try smaller and larger scales, then the least-squares scale of the best integers, and keep the one
+    with the least squared error, weighted by column.
+    """
     rows, columns = values.shape
     groups = values.reshape(rows, -1, _group(columns, group_size))
     amax = np.abs(groups).max(axis=2)
     half = np.float32((2**bits - 1) / 2)
-    scale = f32_to_bf16(np.where(amax > 0, amax / half, np.float32(1)).astype(np.float32))
-    step = bf16_to_f32(scale)[:, :, None]
+    plain = np.where(amax > 0, amax / half, np.float32(1)).astype(np.float32)
     low = -(1 << (bits - 1))
-    codes = np.clip(np.rint(groups / step), low, -low - 1).astype(np.int8).reshape(rows, columns)
+    scale = f32_to_bf16(plain)
+    if search:
+        scale = _search(groups, plain, low, None if weight is None else weight.reshape(1, groups.shape[1], -1))
+    codes = _codes(groups, bf16_to_f32(scale), low).astype(np.int8).reshape(rows, columns)
     return {
         "weight_packed": pack(codes, bits),
         "weight_scale": scale,
         "weight_shape": np.array([rows, columns], np.int64),
     }
+
+
+def _codes(groups: NDArray[np.float32], step: NDArray[np.float32], low: int) -> NDArray[np.float32]:
+    return np.clip(np.rint(groups / step[..., None]), low, -low - 1)
+
+
+def _search(
+    groups: NDArray[np.float32], plain: NDArray[np.float32], low: int, weight: NDArray[np.float32] | None
+) -> NDArray[np.uint16]:
+    tried = [f32_to_bf16(plain * factor) for factor in FACTORS[-low]]
+
+    def decode(x: NDArray[np.float32]) -> NDArray[np.float32]:
+        return np.clip(np.rint(x), low, -low - 1)
+
+    best, least = least_squares(groups, weight, ((bits, bf16_to_f32(bits)) for bits in tried), decode)
+    codes = _codes(groups, bf16_to_f32(best), low).astype(np.float64)
+    heavy = codes if weight is None else codes * weight
+    square = (heavy * codes).sum(axis=-1)
+    fitted = (heavy * groups).sum(axis=-1) / np.where(square > 0, square, 1)
+    fitted_bits = f32_to_bf16(np.where(fitted > 0, fitted, bf16_to_f32(best)).astype(np.float32))
+    _, error = least_squares(groups, weight, [(fitted_bits, bf16_to_f32(fitted_bits))], decode)
+    return np.where(error < least, fitted_bits, best)

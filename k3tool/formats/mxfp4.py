@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from k3tool.formats.base import Match, corrupt, require
-from k3tool.formats.codes import E2M1_PAIRS, E8M0, pack_nibbles, round_e2m1
+from k3tool.formats.base import Match, corrupt, least_squares, require
+from k3tool.formats.codes import E2M1, E2M1_PAIRS, E8M0, pack_nibbles, round_e2m1
 
 GROUP = 32
+SHIFTS = (0, 1, -1)
+"""Scales that the search tries, relative to the plain one; the plain one first, so that it never loses."""
 
 
 def match(parts: Mapping[str, Any], shape: tuple[int, ...] | None) -> Match | None:
@@ -73,9 +75,18 @@ def scale_bytes(amax: NDArray[np.float32]) -> NDArray[np.uint8]:
     return np.clip(exponent - 2, 1, 254).astype(np.uint8)
 
 
-def quantize(values: NDArray[np.float32], **_: Any) -> dict[str, NDArray]:
+def quantize(
+    values: NDArray[np.float32], *, search: bool = False, weight: NDArray[np.float32] | None = None, **_: Any
+) -> dict[str, NDArray]:
+    """search: try the neighbouring scales too and keep the one with the least squared error, weighted by column."""
     rows, columns = values.shape
     groups = values.reshape(rows, columns // GROUP, GROUP)
     scale = scale_bytes(np.abs(groups).max(axis=2))
+    if search:
+        tried = [np.clip(scale.astype(np.int16) + shift, 1, 254).astype(np.uint8) for shift in SHIFTS]
+        columns_weight = None if weight is None else weight.reshape(1, -1, GROUP)
+        scale, _error = least_squares(
+            groups, columns_weight, ((byte, E8M0[byte]) for byte in tried), lambda x: E2M1[round_e2m1(x)]
+        )
     codes = round_e2m1(groups / E8M0[scale][:, :, None])
     return {"weight_packed": pack_nibbles(codes.reshape(rows, columns)), "weight_scale": scale}

@@ -1,0 +1,85 @@
+"""What a change of format did to a tensor: sums from which every reported number follows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Measured(NamedTuple):
+    """Sums in float64 over `values` weights: squares of the source, of the stored values, of their difference.
+
+    `peak` is the largest magnitude of a difference. A change of sign of zero is no difference.
+    """
+
+    values: int
+    source: float
+    stored: float
+    error: float
+    peak: float
+
+    @property
+    def exact(self) -> bool:
+        return self.peak == 0.0 and self.error == 0.0
+
+    @property
+    def relative_error(self) -> float:
+        """RMS of the difference over RMS of the source; infinite where an all-zero source changed."""
+        if self.error == 0.0:
+            return 0.0
+        return math.sqrt(self.error / self.source) if self.source > 0 else math.inf
+
+    @property
+    def sqnr_db(self) -> float | None:
+        """Signal to quantization noise, 10 log10(source / error); None where nothing changed."""
+        return 10 * math.log10(self.source / self.error) if self.error > 0 and self.source > 0 else None
+
+    @property
+    def cosine(self) -> float:
+        """Cosine of the angle between source and stored values; 1 for two all-zero tensors."""
+        if self.error == 0.0:
+            return 1.0
+        length = math.sqrt(self.source * self.stored)
+        return (self.source + self.stored - self.error) / (2 * length) if length > 0 else 0.0
+
+    def as_json(self) -> list[float]:
+        """Compact form for ledgers; `from_json` reads it back without loss."""
+        return [self.values, self.source, self.stored, self.error, self.peak]
+
+    @classmethod
+    def from_json(cls, row: Iterable[Any]) -> Measured:
+        values, *sums = row
+        return cls(int(values), *map(float, sums))
+
+
+def unchanged(values: int) -> Measured:
+    """Nothing was changed, so that nothing had to be measured: the squares of the source are not known (0)."""
+    return Measured(values, 0.0, 0.0, 0.0, 0.0)
+
+
+def compare(source: NDArray[np.float32], stored: NDArray[np.float32]) -> Measured:
+    """Measure by looking at both; the readable form of what the compiled kernels sum up as they go."""
+    a, b = source.astype(np.float64), stored.astype(np.float64)
+    difference = np.abs(a - b)
+    return Measured(
+        a.size,
+        float((a * a).sum()),
+        float((b * b).sum()),
+        float((difference**2).sum()),
+        float(difference.max(initial=0)),
+    )
+
+
+def total(rows: Iterable[Measured]) -> Measured:
+    values, source, stored, error, peak = 0, 0.0, 0.0, 0.0, 0.0
+    for row in rows:
+        values += row.values
+        source += row.source
+        stored += row.stored
+        error += row.error
+        peak = max(peak, row.peak)
+    return Measured(values, source, stored, error, peak)
