@@ -16,9 +16,9 @@ from k3tool.checkpoint.source import Source
 from k3tool.checkpoint.writer import PARTIAL_SUFFIX
 from k3tool.errors import CapacityError, CheckpointCorrupt, UsageError
 from k3tool.plan import FileJob, Plan
+from k3tool.transform.reshard import LAYOUT_NAME
 from k3tool.units import format_bytes
 
-LAYOUT_NAME = "k3tool.json"
 SPARE_BYTES = 64 << 20  # for the index, the configuration, the ledger and what a file system keeps for itself
 _IGNORED = {"lost+found", ".DS_Store", LEDGER_FOLDER}
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import resource
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,9 +24,10 @@ from k3tool.checkpoint.writer import AtomicFile
 from k3tool.destination import check_space, clear, guard
 from k3tool.errors import CapacityError, PartlyDone, UsageError
 from k3tool.events import SILENT, Progress
+from k3tool.memory import peak_bytes
 from k3tool.plan import FileJob, Plan
 from k3tool.units import format_bytes
-from k3tool.worker import Finished, Stopped, Worker
+from k3tool.worker import Finished, Stopped, Worker, run_threads
 
 BUFFER_BYTES = 4 << 20
 LEAST_BUFFER_BYTES = 256 << 10
@@ -93,7 +93,7 @@ class Report:
 
     @property
     def peak_memory_bytes(self) -> int:
-        return peak_memory()
+        return peak_bytes()
 
 
 def execute(
@@ -259,17 +259,7 @@ class _Run:
                 with self.lock:
                     report.bytes_read += worker.read_bytes
 
-        threads = [threading.Thread(target=loop, name=f"worker-{number}", daemon=True) for number in range(workers)]
-        for thread in threads:
-            thread.start()
-        try:
-            for thread in threads:
-                thread.join()
-        except BaseException:
-            self.stop.set()
-            for thread in threads:
-                thread.join()
-            raise
+        run_threads(loop, workers, self.stop)
         if self.failures:
             raise self.failures[0]
 
@@ -334,8 +324,3 @@ def resident_memory() -> int:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
     return 0
-
-
-def peak_memory() -> int:
-    """The most resident bytes this process has had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

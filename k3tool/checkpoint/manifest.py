@@ -35,6 +35,9 @@ class Manifest:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
+        write_atomic(folder / MANIFEST_NAME, self.as_bytes())
+
+    def as_bytes(self) -> bytes:
         from k3tool import __version__
 
         document = {
@@ -45,7 +48,7 @@ class Manifest:
             **self.extra,
             "files": {name: {"size": r.size, "sha256": r.sha256} for name, r in sorted(self.files.items())},
         }
-        write_atomic(folder / MANIFEST_NAME, json.dumps(document, indent=1, ensure_ascii=False).encode() + b"\n")
+        return json.dumps(document, indent=1, ensure_ascii=False).encode() + b"\n"
 
 
 def load_manifest(folder: Path) -> Manifest | None:

@@ -1,0 +1,287 @@
+"""Cut a checkpoint for any number of ranks, regroup its shards, or join ranks again: plan, carry out, read back.
+
+`prepare` makes the plan and writes nothing; `reshard` carries it out. Bytes are moved, never interpreted, so that a
+checkpoint that is divided and joined is the same to the bit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from k3tool.checkpoint.index import INDEX_NAME
+from k3tool.checkpoint.manifest import MANIFEST_NAME, Manifest
+from k3tool.checkpoint.reader import CONFIG_NAME
+from k3tool.checkpoint.source import Source, open_source
+from k3tool.errors import UsageError
+from k3tool.execute import Options, Report, SmallFile, execute, source_identity
+from k3tool.layout import Layout, check, choose, expert_block, rank_folder, stages
+from k3tool.plan import FileJob, Plan
+from k3tool.readback import Readback, verify_ranks, verify_whole
+from k3tool.transform.forms import Opened, open_form
+from k3tool.transform.record import LayoutRecord
+from k3tool.transform.regroup import Grouped, group_by_owner, owner_jobs, rank_jobs
+from k3tool.transform.reshard import LAYOUT_NAME, Resharder
+
+DEFAULT_SHARD_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for. gpus, tp, ep, pp: what is None is chosen. form: `ranks` or `hf`. ranks: of which ranks
+    files are written (None: all; only for `ranks`)."""
+
+    gpus: int | None = None
+    tp: int | None = None
+    ep: int | None = None
+    pp: int | None = None
+    form: str = "ranks"
+    ranks: tuple[int, ...] | None = None
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A job ready to run. jobs_of: rank to its files (for `hf`: the files that it needs). record: the layout file."""
+
+    request: Request
+    layout: Layout
+    reason: str
+    plan: Plan
+    opened: Opened
+    resharder: Resharder
+    record: LayoutRecord
+    jobs_of: dict[int, list[FileJob]]
+
+    @property
+    def wanted(self) -> list[FileJob]:
+        """The files that this command writes."""
+        if self.request.ranks is None:
+            return list(self.plan.jobs)
+        mine = {job.path for rank in self.request.ranks for job in self.jobs_of[rank]}
+        return [job for job in self.plan.jobs if job.path in mine]
+
+    def ranks_json(self, files: Any = None) -> list[dict[str, Any]]:
+        """[{rank, files, bytes}] of the ranks asked for; sizes on disk where `files` has them, else planned ones."""
+        shown = range(self.layout.ranks) if self.request.ranks is None else self.request.ranks
+        sizes = {path: record.size for path, record in (files or {}).items()}
+        return [
+            {
+                "rank": rank,
+                "files": [job.path for job in self.jobs_of[rank]],
+                "bytes": sum(sizes.get(job.path, job.size_estimate) for job in self.jobs_of[rank]),
+            }
+            for rank in shown
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        """What `--dry-run` shows."""
+        wanted = self.wanted
+        return {
+            "layout": self.layout.as_json(),
+            "form": self.request.form,
+            "reason": self.reason,
+            "plan": self.plan.id,
+            "tensors": self.record.tensors,
+            "ranks": self.ranks_json(),
+            "bytes_read": sum(job.read_bytes for job in wanted),
+            "bytes_written": sum(job.size_estimate for job in wanted),
+        }
+
+
+@dataclass
+class Resharded:
+    """The outcome: what was prepared, what the run did, and what reading back found (None: not asked for)."""
+
+    prepared: Prepared
+    report: Report
+    readback: Readback | None = None
+    left_out: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        document = {
+            "layout": self.prepared.layout.as_json(),
+            "form": self.prepared.request.form,
+            "reason": self.prepared.reason,
+            "ranks": self.prepared.ranks_json(self.report.files),
+            "complete": self.report.complete,
+            "files_kept": len(self.report.kept),
+            "bytes_read": self.report.bytes_read,
+            "bytes_written": self.report.bytes_written,
+            "seconds": round(self.report.seconds, 3),
+            "workers": self.report.workers,
+            "peak_memory_bytes": self.report.peak_memory_bytes,
+        }
+        if self.readback is not None:
+            document["verified"] = self.readback.as_json()
+        return document
+
+
+def prepare(source: str | Path | Source, request: Request) -> Prepared:
+    """Plan a job from names, shapes and dtypes. Writes nothing.
+
+    Raises CheckpointMissing, CheckpointCorrupt (a source that is incomplete or not what its configuration says),
+    UsageError, and UnsupportedError (exit 14) for a layout that this model cannot have, with the nearest ones.
+    """
+    if request.form not in ("ranks", "hf"):
+        raise UsageError(f"unknown layout {request.form!r}", hint="write --layout ranks or --layout hf")
+    if request.ranks is not None and request.form != "ranks":
+        raise UsageError("--rank goes with --layout ranks only", hint="leave --rank out, or write --layout ranks")
+    opened = open_form(open_source(source) if isinstance(source, (str, Path)) else source)
+    config = opened.form.config
+    choice = choose(config, request.gpus, request.tp, request.ep, request.pp)
+    layout = choice.layout
+    check(config, layout)
+    for rank in request.ranks or ():
+        layout.place(rank)
+    target = layout if request.form == "ranks" else Layout(1, layout.ep, layout.pp)
+    resharder = Resharder(opened.form, opened.splitter, target)
+    grouped = group_by_owner(resharder)
+    if request.form == "ranks":
+        jobs = rank_jobs(resharder, grouped, request.max_shard_bytes)
+        jobs_of = _by_folder(jobs, layout)
+        needed: dict[int, list[str]] = {}
+    else:
+        jobs, needed = owner_jobs(resharder, grouped, request.max_shard_bytes, layout)
+        by_path = {job.path: job for job in jobs}
+        jobs_of = {rank: [by_path[path] for path in paths] for rank, paths in needed.items()}
+    plan = Plan(_command(request, layout, opened), tuple(jobs), _description(request, layout, opened))
+    return Prepared(
+        request, layout, choice.reason, plan, opened, resharder, _record(request, layout, grouped, needed), jobs_of
+    )
+
+
+def reshard(
+    source: str | Path | Source,
+    dest: str | Path,
+    request: Request,
+    *,
+    options: Options | None = None,
+    verify: bool = False,
+) -> Resharded:
+    """Carry out `request`: every file once, the index and configuration last. Raises what `prepare` and
+    `execute` raise, and CheckFailed (exit 1) where `verify` finds a tensor that differs from the source."""
+    return carry_out(prepare(source, request), Path(dest), options=options or Options(), verify=verify)
+
+
+def carry_out(prepared: Prepared, dest: Path, *, options: Options, verify: bool = False) -> Resharded:
+    """The second half of `reshard`, for those who looked at the plan first."""
+    wanted = {job.path for job in prepared.wanted}
+    report = execute(
+        prepared.plan,
+        prepared.opened.form.tensors,
+        dest,
+        closing=lambda report: closing_files(prepared, report),
+        options=options,
+        only=None if prepared.request.ranks is None else lambda job: job.path in wanted,
+        revision=getattr(prepared.opened.source, "revision", None),
+    )
+    done = Resharded(prepared, report)
+    if verify and report.complete:
+        if prepared.request.ranks is None:
+            done.readback = verify_whole(prepared.opened, dest, options)
+        else:
+            done.readback = verify_ranks(prepared.resharder, prepared.wanted, dest, options)
+    return done
+
+
+def _command(request: Request, layout: Layout, opened: Opened) -> str:
+    return (
+        f"reshard {opened.source.label} --layout {request.form} --tp {layout.tp} --ep {layout.ep} --pp {layout.pp} "
+        f"--max-shard-size {request.max_shard_bytes}"
+    )
+
+
+def _description(request: Request, layout: Layout, opened: Opened) -> dict[str, Any]:
+    return {
+        "layout": layout.as_json(),
+        "form": request.form,
+        "max_shard_bytes": request.max_shard_bytes,
+        **source_identity(opened.source, opened.digest),
+    }
+
+
+def _record(request: Request, layout: Layout, grouped: Grouped, needed: dict[int, list[str]]) -> LayoutRecord:
+    return LayoutRecord(
+        request.form, layout, grouped.tensors, grouped.total_size, grouped.joins, grouped.exceptions, needed
+    )
+
+
+def _by_folder(jobs: Sequence[FileJob], layout: Layout) -> dict[int, list[FileJob]]:
+    by_folder: dict[str, list[FileJob]] = defaultdict(list)
+    for job in jobs:
+        by_folder[job.path.partition("/")[0]].append(job)
+    return {
+        rank: sorted(by_folder[rank_folder(rank, layout.ranks)], key=lambda job: job.path)
+        for rank in range(layout.ranks)
+    }
+
+
+# What is written after the shards
+
+
+def closing_files(prepared: Prepared, report: Report) -> Iterator[SmallFile]:
+    """Companions first, then each rank's index, configuration and manifest, and config.json of the whole last."""
+    opened = prepared.opened
+    for name in opened.companions:
+        yield SmallFile(name, opened.source.read(name))
+    config = opened.source.read(CONFIG_NAME)
+    if prepared.request.form == "ranks":
+        shown = range(prepared.layout.ranks) if prepared.request.ranks is None else prepared.request.ranks
+        for rank in shown:
+            yield from _rank_files(prepared, rank, report)
+    else:
+        yield SmallFile(INDEX_NAME, lambda: index_chunks(prepared.plan.jobs, prepared.record.total_size))
+    if prepared.request.form == "ranks" or prepared.layout.ranks > 1:
+        yield SmallFile(LAYOUT_NAME, prepared.record.as_bytes(opened.form.config))
+    yield SmallFile(CONFIG_NAME, config)
+
+
+def _rank_files(prepared: Prepared, rank: int, report: Report) -> Iterator[SmallFile]:
+    folder = rank_folder(rank, prepared.layout.ranks)
+    jobs = prepared.jobs_of[rank]
+    size = sum(job.data_bytes for job in jobs)
+    yield SmallFile(f"{folder}/{INDEX_NAME}", lambda: index_chunks(jobs, size))
+    document = {**prepared.opened.form.config.raw, "k3tool": rank_section(prepared, rank)}
+    yield SmallFile(f"{folder}/{CONFIG_NAME}", json.dumps(document, indent=2, ensure_ascii=False).encode() + b"\n")
+    prefix = folder + "/"
+    files = {name[len(prefix) :]: record for name, record in report.files.items() if name.startswith(prefix)}
+    files.pop(MANIFEST_NAME, None)
+    manifest = Manifest(f"{prepared.plan.command} --rank {rank}", prepared.opened.source.label, None, files)
+    yield SmallFile(f"{prefix}{MANIFEST_NAME}", manifest.as_bytes())
+
+
+def rank_section(prepared: Prepared, rank: int) -> dict[str, Any]:
+    """The `k3tool` key of a rank's configuration: who it is and what it holds. Ranges are [first, last)."""
+    config, layout = prepared.opened.form.config, prepared.layout
+    place = layout.place(rank)
+    layers = stages(config.num_layers, layout.pp)[place.pp_rank]
+    block = expert_block(config.num_experts, layout.ep, place.ep_rank)
+    return {
+        "rank": rank,
+        "ranks": layout.ranks,
+        **layout.as_json(),
+        "tp_rank": place.tp_rank,
+        "ep_rank": place.ep_rank,
+        "pp_rank": place.pp_rank,
+        "layers": [layers.start, layers.stop],
+        "experts": [block.start, block.stop],
+    }
+
+
+def index_chunks(jobs: Iterable[FileJob], total_size: int) -> Iterator[bytes]:
+    """An index file in pieces: half a million names are never one string."""
+    names = sorted((output.name, job.path.rpartition("/")[2]) for job in jobs for output in job.outputs())
+    head = json.dumps({"total_size": total_size}, indent=2).replace("\n", "\n  ")
+    yield f'{{\n  "metadata": {head},\n  "weight_map": {{'.encode()
+    for start in range(0, len(names), 4096):
+        lines = [
+            f"\n    {json.dumps(name, ensure_ascii=False)}: {json.dumps(file)}"
+            for name, file in names[start : start + 4096]
+        ]
+        yield (("," if start else "") + ",".join(lines)).encode()
+    yield b"\n  }\n}\n"

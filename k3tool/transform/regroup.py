@@ -1,0 +1,168 @@
+"""Which tensors go into which output file: a folder for each rank, or shards of one checkpoint grouped by owner.
+
+Files hold tensors in one order whatever the source (`in_order`), a module's values and scales stay in one file, and no
+file is larger than asked for (unless a single module is).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+
+from k3tool.layout import Layout, rank_folder
+from k3tool.names import TensorName, shard_name
+from k3tool.plan import FileJob, LazySteps, pack
+from k3tool.transform.base import TensorOut
+from k3tool.transform.reshard import Join, Resharder, in_order, role_key
+from k3tool.transform.split import ENDS, WHOLE, parsed
+
+Owner = tuple[int, int | None]  # PP stage, EP rank (None: all of the stage)
+TIED: Owner = (-1, None)  # an embedding that the first and the last stage share
+
+
+@dataclass
+class Group:
+    """Tensors with the same owners, in order. sizes: bytes that one rank stores of each. places: position of
+    each among all tensors."""
+
+    names: list[str] = field(default_factory=list)
+    sizes: array[int] = field(default_factory=lambda: array("q"))
+    places: array[int] = field(default_factory=lambda: array("q"))
+
+    def add(self, name: str, size: int, place: int) -> None:
+        self.names.append(name)
+        self.sizes.append(size)
+        self.places.append(place)
+
+    def files(self, max_bytes: int) -> list[tuple[range, int]]:
+        """(tensor numbers, bytes) of each file. A module is one item: its parts stay together."""
+        found: list[tuple[range, int]] = []
+        items = ((0, numbers, sum(self.sizes[number] for number in numbers)) for numbers in self._modules())
+        for _, held, size in pack(items, max_bytes):
+            found.append((range(held[0].start, held[-1].stop), size))
+        return found
+
+    def _modules(self) -> Iterator[range]:
+        for _, numbers in groupby(range(len(self.names)), key=lambda number: self.names[number].split(".weight", 1)[0]):
+            run = list(numbers)
+            yield range(run[0], run[-1] + 1)
+
+
+@dataclass
+class Grouped:
+    """groups: by owner. joins, exceptions: how the pieces become one again. tensors, total_size: of the whole."""
+
+    groups: dict[Owner, Group]
+    joins: dict[str, Join]
+    exceptions: dict[str, Join]
+    tensors: int
+    total_size: int
+
+
+def group_by_owner(resharder: Resharder) -> Grouped:
+    """Walk through every logical tensor once. Raises UnsupportedError where the target cannot divide one."""
+    splitter, layout = resharder.splitter, resharder.target
+    found = Grouped({}, {}, {}, 0, 0)
+    for place, text in enumerate(in_order(resharder.form)):
+        name = parsed(text)
+        kind = resharder.form.kind(text)
+        rule = resharder.rule(name)
+        cut = resharder.cuts(name, rule, kind)[1]
+        shape = cut.shape(kind.shape)
+        size = TensorOut(text, kind.dtype, shape).nbytes
+        owners = splitter.owners(name, rule, layout)
+        owner = owners[0] if rule.owner != ENDS or len(owners) == 1 else TIED
+        found.groups.setdefault(owner, Group()).add(text, size, place)
+        found.tensors += 1
+        found.total_size += TensorOut(text, kind.dtype, kind.shape).nbytes
+        _note_join(found, resharder, name, text)
+    return found
+
+
+def _note_join(found: Grouped, resharder: Resharder, name: TensorName, text: str) -> None:
+    rule = resharder.rule(name)
+    kind = resharder.form.kind(text)
+    cut = resharder.cuts(name, rule, kind)[1]
+    if cut == WHOLE:
+        split = "shape" if name.part == "weight_shape" and rule.axis is not None else "replicated"
+        join = Join(split, None, 0, 0)
+    else:
+        join = Join(rule.split, cut.axis, cut.stored, cut.content)
+    role = role_key(resharder.splitter, name)
+    if found.joins.setdefault(role, join) != join:
+        found.exceptions[text] = join
+
+
+def rank_jobs(resharder: Resharder, grouped: Grouped, max_bytes: int) -> list[FileJob]:
+    """Every rank's files. Files of TP neighbours are one batch: they cut the same tensors."""
+    layout = resharder.target
+    made: list[tuple[int, FileJob]] = []
+    for stage in range(layout.pp):
+        for ep in range(layout.ep):
+            held = _merged([g for owner, g in grouped.groups.items() if _belongs(owner, stage, ep, layout)])
+            files = held.files(max_bytes)
+            for number, (run, size) in enumerate(files, 1):
+                names = held.names[run.start : run.stop]
+                place = held.places[run.start]
+                batch = f"{stage}/{ep}/{number}" if layout.tp > 1 else ""
+                for tp_rank in range(layout.tp):
+                    folder = rank_folder(layout.rank_at(tp_rank, ep, stage), layout.ranks)
+                    path = f"{folder}/{shard_name(number, len(files))}"
+                    steps = LazySteps(names, partial(resharder.step, tp_rank=tp_rank))
+                    made.append((place, FileJob(path, steps, size, size, batch=batch)))
+    made.sort(key=lambda item: item[0])
+    return [job for _, job in made]
+
+
+def _belongs(owner: Owner, stage: int, ep: int, layout: Layout) -> bool:
+    if owner == TIED:
+        return stage in (0, layout.pp - 1)
+    return owner[0] == stage and owner[1] in (None, ep)
+
+
+def _merged(groups: list[Group]) -> Group:
+    """Several groups as one, in order."""
+    if len(groups) == 1:
+        return groups[0]
+    entries = sorted(
+        (place, size, name) for g in groups for name, size, place in zip(g.names, g.sizes, g.places, strict=True)
+    )
+    merged = Group()
+    for place, size, name in entries:
+        merged.add(name, size, place)
+    return merged
+
+
+def owner_jobs(
+    resharder: Resharder, grouped: Grouped, max_bytes: int, layout: Layout
+) -> tuple[list[FileJob], dict[int, list[str]]]:
+    """The shards of one checkpoint, grouped by owner, and the shards that each rank of the target needs.
+
+    `resharder` makes whole tensors; `grouped` is by `layout`, whose ranks own them.
+    """
+    groups = grouped.groups
+    cut = {
+        owner: groups[owner].files(max_bytes)
+        for owner in sorted(groups, key=lambda o: (o[0], o[1] is not None, o[1] or 0))
+    }
+    total = sum(len(files) for files in cut.values())
+    made: list[tuple[int, Owner, FileJob]] = []
+    for owner, files in cut.items():
+        group = groups[owner]
+        for run, size in files:
+            names = group.names[run.start : run.stop]
+            steps = LazySteps(names, partial(resharder.step, tp_rank=0))
+            job = FileJob(shard_name(len(made) + 1, total), steps, size, size)
+            made.append((group.places[run.start], owner, job))
+    needed = {
+        place.rank: [job.path for _, owner, job in made if _belongs(owner, place.pp_rank, place.ep_rank, layout)]
+        for place in layout.places()
+    }
+    made.sort(key=lambda item: item[0])
+    return [job for _, _, job in made], needed
+
+
+__all__ = ["Group", "Grouped", "group_by_owner", "owner_jobs", "rank_jobs"]
