@@ -21,21 +21,19 @@ from k3tool.checkpoint.reader import CONFIG_NAME
 from k3tool.config import K3Config
 from k3tool.errors import CapacityError, K3Error, UsageError
 from k3tool.events import SILENT, Progress
-from k3tool.fetch.index_text import RemoteIndex, read_proven
-from k3tool.fetch.select import select
-from k3tool.fetch.session import (
-    Session,
+from k3tool.fetch.folder import (
     another_commit,
-    check_release,
     check_space,
     free_space,
     guard_folder,
+    is_same_work,
     remove_replaced,
-    structure_of,
     survey,
-    sweep,
     write_manifest,
 )
+from k3tool.fetch.index_text import RemoteIndex, read_proven
+from k3tool.fetch.select import select
+from k3tool.fetch.session import Session, check_release, structure_of
 from k3tool.fetch.shrink import Choice, Shrinker
 from k3tool.fetch.structure import Structure
 from k3tool.fetch.target import Target, whole_file
@@ -194,9 +192,9 @@ class _Fetch:
         facts = {"commit": listing.commit}
         ledger = Ledger(request.folder, request.identity, request.command, facts=facts, overwrite=request.overwrite)
         with ledger:
-            before = str(ledger.facts.get("commit"))
-            if before != listing.commit:
-                raise another_commit(request.folder, before, listing.commit, "holds an unfinished fetch of")
+            begun = str(ledger.facts.get("commit"))
+            if begun != listing.commit:
+                raise another_commit(request.folder, begun, listing.commit, "holds an unfinished fetch of")
             session = Session(
                 source,
                 request.folder,
@@ -212,10 +210,10 @@ class _Fetch:
                 outcomes = session.run(ledger)
             except K3Error as error:
                 raise error.with_document(self._document(session)) from None
-            write_manifest(session, "fetch", outcomes, self._extra())
-            if request.overwrite:
-                remove_replaced(request.folder, session.manifest, session.targets)
-            sweep(ledger, ())
+            before = session.manifest
+            write_manifest(request.folder, request.repo, listing.commit, outcomes, session.targets, self._extra())
+            if before is not None and not is_same_work(before, request.repo, self._extra()):
+                remove_replaced(request.folder, before, session.targets)
             ledger.complete()
         return self._result(outcomes, is_release)
 

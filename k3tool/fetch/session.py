@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import shutil
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from k3tool import release
 from k3tool.checkpoint.index import INDEX_NAME
 from k3tool.checkpoint.ledger import Ledger
-from k3tool.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, load_manifest
+from k3tool.checkpoint.manifest import FileRecord
 from k3tool.checkpoint.reader import CONFIG_NAME
-from k3tool.checkpoint.writer import PARTIAL_SUFFIX
 from k3tool.config import K3Config
-from k3tool.errors import CapacityError, CheckFailed, CheckpointCorrupt, CheckpointMissing, K3Error, UsageError
+from k3tool.errors import CheckFailed, CheckpointCorrupt, CheckpointMissing, K3Error, UsageError
 from k3tool.events import Progress
+from k3tool.fetch.folder import manifest_of
 from k3tool.fetch.index_text import RemoteIndex, from_folder, read_proven
-from k3tool.fetch.partial import partial_path, trusted_length
 from k3tool.fetch.reuse import adopt, belongs, candidates, hash_file
 from k3tool.fetch.structure import Structure
 from k3tool.fetch.target import Target
@@ -29,52 +25,6 @@ from k3tool.hub import HubSource, Listing, RemoteFile, Stopped
 from k3tool.units import format_bytes
 
 CHECK_TASK = "check what is here"
-
-
-@dataclass
-class Survey:
-    """What the folder holds of the wanted files, by size alone. Bytes by file."""
-
-    whole: dict[str, int] = field(default_factory=dict)
-    partial: dict[str, int] = field(default_factory=dict)
-    missing: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def remaining(self) -> int:
-        return sum(self.missing.values())
-
-
-def survey(folder: Path, targets: Iterable[Target], synced: Mapping[str, tuple[int, str]]) -> Survey:
-    found = Survey()
-    for target in targets:
-        path = folder / target.name
-        if path.is_file() and path.stat().st_size == target.size:
-            found.whole[target.name] = target.size
-            continue
-        there = min(trusted_length(partial_path(folder / ".k3tool", target.name), synced.get(target.name)), target.size)
-        if there:
-            found.partial[target.name] = there
-        found.missing[target.name] = target.size - there
-    return found
-
-
-def free_space(folder: Path) -> int:
-    """Bytes that may still be written where `folder` is or will be."""
-    place = folder.absolute()
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    return shutil.disk_usage(place).free
-
-
-def check_space(folder: Path, needed: int, free: int) -> None:
-    """Raises CapacityError where `needed` more bytes do not fit."""
-    if needed > free:
-        raise CapacityError(
-            f"{folder}: {format_bytes(needed)} ({needed} bytes) still to fetch, {format_bytes(free)} ({free} bytes) free",
-            hint="free space, name a folder on another disk, or fetch less (--text-only, --layers, --include)",
-            needed=needed,
-            free=free,
-        )
 
 
 def check_release(listing: Listing, label: str) -> bool:
@@ -315,80 +265,3 @@ def structure_of(session: Session) -> Structure | None:
     shards = {name: file.size for name, file in files.items() if name.endswith(".safetensors")}
     index = from_folder(session.folder) if INDEX_NAME in session.outcomes else RemoteIndex(session.source)
     return Structure(label, config, index if INDEX_NAME in files else None, shards)
-
-
-def write_manifest(session: Session, command: str, outcomes: Sequence[Outcome], extra: Mapping[str, object]) -> None:
-    """The folder's manifest: what was there of the same commit, and what this run brought or proved."""
-    commit = session.source.commit
-    files: dict[str, FileRecord] = {}
-    before = session.manifest
-    same = before is not None and (before.source, before.revision) == (session.source.repo, commit)
-    if before is not None and same and not session.overwrite:
-        files = {n: r for n, r in before.files.items() if (session.folder / n).is_file()}
-    unproven = []
-    for outcome in outcomes:
-        expected = session.targets[outcome.name].expected
-        sha256 = outcome.sha256 or (expected.sha256 if expected else None)
-        if outcome.sha256 is None:
-            unproven.append(outcome.name)
-        if sha256:
-            files[outcome.name] = FileRecord(outcome.size, sha256)
-    document = {**extra, **({"unproven": sorted(unproven)} if unproven else {})}
-    Manifest(command, session.source.repo, commit, files, document).write(session.folder)
-
-
-def sweep(ledger: Ledger, names: Iterable[str]) -> None:
-    """Remove partials and folders of the ledger that belong to no wanted file any more."""
-    wanted = {partial_path(ledger.state, name).name for name in names}
-    for path in ledger.state.glob(f"*{PARTIAL_SUFFIX}"):
-        if path.name not in wanted:
-            path.unlink(missing_ok=True)
-
-
-def guard_folder(folder: Path, repo: str, commit: str, made: Mapping[str, object], *, overwrite: bool) -> None:
-    """Refuse a folder of another repository or commit, or of another smaller checkpoint. Raises UsageError."""
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"{folder} is a file, not a folder", hint="name a folder for --local-dir")
-    manifest = manifest_of(folder)
-    if manifest is None or overwrite:
-        return
-    other = "name another folder, or add --overwrite to replace what differs"
-    if manifest.source != repo or manifest.command != "fetch":
-        raise UsageError(f"{folder} holds {manifest.source} ({manifest.command}), not a fetch of {repo}", hint=other)
-    if manifest.revision is not None and manifest.revision != commit:
-        raise another_commit(folder, manifest.revision, commit, "was fetched at")
-    before = {key: manifest.extra[key] for key in ("layers", "text_only") if key in manifest.extra}
-    if before != made:
-        raise UsageError(f"{folder} holds {_says(before)} of {repo}, not {_says(made)}", hint=other)
-
-
-def _says(made: Mapping[str, object]) -> str:
-    if "layers" in made:
-        return f"layers {made['layers']}" + (" without vision" if made.get("text_only") else "")
-    return "the text model" if made.get("text_only") else "the whole model"
-
-
-def remove_replaced(folder: Path, before: Manifest | None, targets: Iterable[str]) -> None:
-    """After --overwrite: files that the folder's former manifest names and the new content does not."""
-    inside = folder.resolve()
-    for name in set(before.files if before else ()) - set(targets):
-        path = folder / name
-        if path.is_file() and inside in path.resolve().parents:
-            path.unlink()
-
-
-def another_commit(folder: Path, before: str, now: str, verb: str) -> UsageError:
-    return UsageError(
-        f"{folder} {verb} commit {before}, the repository is now at commit {now}",
-        hint=f"add --revision {before} to stay with it, or --overwrite to move this folder to the new commit",
-        expected=before,
-        found=now,
-    )
-
-
-def manifest_of(folder: Path) -> Manifest | None:
-    if not (folder / MANIFEST_NAME).is_file():
-        return None
-    with contextlib.suppress(CheckpointCorrupt):
-        return load_manifest(folder)
-    return None

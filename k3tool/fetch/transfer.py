@@ -18,6 +18,7 @@ from k3tool.hub import HubSource, Stopped, Transient
 from k3tool.units import format_bytes
 
 BLOCK = 1 << 20  # what is received before it is written: the most that a killed process has to fetch again per file
+FLUSH_S = 0.05  # on a slow network, less than a block is written after this time
 TASK = "fetch"
 
 
@@ -55,7 +56,7 @@ def fetch_target(job: Job, target: Target) -> Outcome:
     """
     began = time.monotonic()
     with Partial(job.ledger, target.name) as partial:
-        resumed = partial.position > 0
+        resumed, received = partial.position > 0, 0
         for attempt in (1, 2):
             digests = Digests(target.size, target.expected, enabled=job.verify)
             try:
@@ -151,7 +152,7 @@ def _stream(
     check: Callable[[], None],
 ) -> None:
     retry = job.source.retry()
-    start = segment.start
+    start, flushed = segment.start, time.monotonic()
     while start < segment.stop:
         filled, body = 0, None
         try:
@@ -162,11 +163,12 @@ def _stream(
                 )
             while start < segment.stop:
                 filled += body.read_into(buffer[filled : segment.stop - start])
-                if filled == len(buffer) or filled == segment.stop - start:
+                full = filled == len(buffer) or filled == segment.stop - start
+                if full or time.monotonic() - flushed > FLUSH_S:
                     _append(job, partial, digests, buffer[:filled], check)
                     start += filled
                     retry.progressed(filled)
-                    filled = 0
+                    filled, flushed = 0, time.monotonic()
         except Transient as error:
             if filled:
                 _append(job, partial, digests, buffer[:filled], check)

@@ -275,18 +275,19 @@ def _check(body: Body, response: http.client.HTTPResponse, start: int, stop: int
         found = response.headers.get("Content-Range", "no size")
         raise Transient(f"range {start}-{stop - 1} refused (expected {size} bytes, found {found!r})", limit=ODD_LIMIT)
     if status in (408, 425, 429) or status >= 500:
-        raise Transient(f"HTTP {status} {response.reason}".rstrip(), retry_after_s=retry_after(response.headers))
-    raise Refused(status, body._url, response.headers)
+        raise Transient(f"HTTP {status} {response.reason}".rstrip(), retry_after_s=retry_after(dict(response.headers)))
+    raise Refused(status, body._url, dict(response.headers))
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:
     """Seconds that a server asks to wait: `Retry-After` as seconds or a date, or the Hub's `RateLimit` header."""
-    text = (headers.get("Retry-After") or "").strip()
+    lower = {key.lower(): value for key, value in headers.items()}
+    text = lower.get("retry-after", "").strip()
     if text.isascii() and text.isdigit():
         return float(text[:9])
     with suppress(TypeError, ValueError):
         return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
-    limited = re.search(r"r\s*=\s*0\s*;\s*t\s*=\s*(\d{1,9})", headers.get("RateLimit") or "")
+    limited = re.search(r"r\s*=\s*0\s*;\s*t\s*=\s*(\d{1,9})", lower.get("ratelimit", ""))
     return float(limited[1]) if limited else None
 
 

@@ -45,13 +45,9 @@ class Listing:
 
 def endpoint_of(endpoint: str | None = None) -> str:
     """The Hub's address: the argument, HF_ENDPOINT, or the library's default. No trailing slash."""
-    if endpoint is None:
-        endpoint = os.environ.get("HF_ENDPOINT")
-    if not endpoint:
-        from huggingface_hub import constants
+    from huggingface_hub import constants
 
-        endpoint = constants.ENDPOINT
-    endpoint = endpoint.rstrip("/")
+    endpoint = (endpoint or os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
     if origin(endpoint)[0] not in ("http", "https") or not origin(endpoint)[1]:
         raise UsageError(f"HF_ENDPOINT is not a web address: {endpoint!r}", hint="set it like https://hub.example.org")
     return endpoint
@@ -144,8 +140,9 @@ _AGAIN = "run the same command again: it goes on from what is on disk"
 
 def judge(status: int, headers: Mapping[str, str], what: str, endpoint: str, *, token_sent: bool) -> Exception:
     """What an HTTP error of the Hub means and what to do about it."""
-    code = headers.get("X-Error-Code") or ""
-    said = (headers.get("X-Error-Message") or "").strip()[:300]
+    lower = {key.lower(): value for key, value in headers.items()}
+    code = lower.get("x-error-code", "")
+    said = lower.get("x-error-message", "").strip()[:300]
     if status in (408, 425, 429) or status >= 500:
         return Transient(f"HTTP {status} from {endpoint}", retry_after_s=retry_after(headers))
 

@@ -70,7 +70,7 @@ class Server(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    server: Server
+    server: Server  # type: ignore[assignment]
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
