@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from k3tool.checkpoint.index import INDEX_NAME
 from k3tool.checkpoint.manifest import MANIFEST_NAME, Manifest
@@ -25,7 +25,8 @@ from k3tool.readback import Readback, verify_ranks, verify_whole
 from k3tool.transform.forms import Opened, open_form
 from k3tool.transform.record import LayoutRecord
 from k3tool.transform.regroup import Grouped, group_by_owner, owner_jobs, rank_jobs
-from k3tool.transform.reshard import LAYOUT_NAME, Resharder
+from k3tool.transform.reshard import LAYOUT_NAME, Form, Resharder
+from k3tool.transform.split import Splitter
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
@@ -42,6 +43,31 @@ class Request:
     form: str = "ranks"
     ranks: tuple[int, ...] | None = None
     max_shard_bytes: int = DEFAULT_SHARD_BYTES
+
+
+class Change(Protocol):
+    """What happens to tensors on the way, such as a quantization. Plans stay plans: nothing is read but names."""
+
+    @property
+    def command(self) -> str:
+        """How the command that asked for it begins: `quantize`."""
+        ...
+
+    @property
+    def options(self) -> str:
+        """Its options, as they stand in the command line."""
+        ...
+
+    @property
+    def description(self) -> Mapping[str, Any]:
+        """What the result depends on, as JSON."""
+        ...
+
+    def form(self, opened: Opened) -> Form:
+        """The tensors and the configuration as they will be."""
+        ...
+
+    def resharder(self, form: Form, splitter: Splitter, target: Layout) -> Resharder: ...
 
 
 @dataclass(frozen=True)
@@ -121,8 +147,8 @@ class Resharded:
         return document
 
 
-def prepare(source: str | Path | Source, request: Request) -> Prepared:
-    """Plan a job from names, shapes and dtypes. Writes nothing.
+def prepare(source: str | Path | Source, request: Request, change: Change | None = None) -> Prepared:
+    """Plan a job from names, shapes and dtypes. Writes nothing. change: what is done to tensors on the way.
 
     Raises CheckpointMissing, CheckpointCorrupt (a source that is incomplete or not what its configuration says),
     UsageError, and UnsupportedError (exit 14) for a layout that this model cannot have, with the nearest ones.
@@ -132,6 +158,8 @@ def prepare(source: str | Path | Source, request: Request) -> Prepared:
     if request.ranks is not None and request.form != "ranks":
         raise UsageError("--rank goes with --layout ranks only", hint="leave --rank out, or write --layout ranks")
     opened = open_form(open_source(source) if isinstance(source, (str, Path)) else source)
+    if change is not None:
+        opened = opened._replace(form=change.form(opened))
     config = opened.form.config
     choice = choose(config, request.gpus, request.tp, request.ep, request.pp)
     layout = choice.layout
@@ -139,7 +167,7 @@ def prepare(source: str | Path | Source, request: Request) -> Prepared:
     for rank in request.ranks or ():
         layout.place(rank)
     target = layout if request.form == "ranks" else Layout(1, layout.ep, layout.pp)
-    resharder = Resharder(opened.form, opened.splitter, target)
+    resharder = (change.resharder if change else Resharder)(opened.form, opened.splitter, target)
     grouped = group_by_owner(resharder)
     if request.form == "ranks":
         jobs = rank_jobs(resharder, grouped, request.max_shard_bytes)
@@ -149,7 +177,8 @@ def prepare(source: str | Path | Source, request: Request) -> Prepared:
         jobs, needed = owner_jobs(resharder, grouped, request.max_shard_bytes, layout)
         by_path = {job.path: job for job in jobs}
         jobs_of = {rank: [by_path[path] for path in paths] for rank, paths in needed.items()}
-    plan = Plan(_command(request, layout, opened), tuple(jobs), _description(request, layout, opened))
+    description = {**_description(request, layout, opened), **(change.description if change else {})}
+    plan = Plan(_command(request, layout, opened, change), tuple(jobs), description)
     return Prepared(
         request, layout, choice.reason, plan, opened, resharder, _record(request, layout, grouped, needed), jobs_of
     )
@@ -189,9 +218,10 @@ def carry_out(prepared: Prepared, dest: Path, *, options: Options, verify: bool 
     return done
 
 
-def _command(request: Request, layout: Layout, opened: Opened) -> str:
+def _command(request: Request, layout: Layout, opened: Opened, change: Change | None) -> str:
+    name, options = ("reshard", "") if change is None else (change.command, f"{change.options} ")
     return (
-        f"reshard {opened.source.label} --layout {request.form} --tp {layout.tp} --ep {layout.ep} --pp {layout.pp} "
+        f"{name} {opened.source.label} {options}--layout {request.form} --tp {layout.tp} --ep {layout.ep} --pp {layout.pp} "
         f"--max-shard-size {request.max_shard_bytes}"
     )
 

@@ -9,15 +9,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import groupby
 
 from k3tool.layout import Layout, rank_folder
 from k3tool.names import TensorName, shard_name
-from k3tool.plan import FileJob, LazySteps, pack
+from k3tool.plan import FileJob, pack
 from k3tool.transform.base import TensorOut
 from k3tool.transform.reshard import Join, Resharder, in_order, role_key
-from k3tool.transform.split import ENDS, WHOLE, parsed
+from k3tool.transform.split import ENDS, WHOLE, parsed, unit_of
 
 Owner = tuple[int, int | None]  # PP stage, EP rank (None: all of the stage)
 TIED: Owner = (-1, None)  # an embedding that the first and the last stage share
@@ -38,7 +37,7 @@ class Group:
         self.places.append(place)
 
     def files(self, max_bytes: int) -> list[tuple[range, int]]:
-        """(tensor numbers, bytes) of each file. A module is one item: its parts stay together."""
+        """(tensor numbers, bytes) of each file. A module, or all of one expert, is one item: its parts stay together."""
         found: list[tuple[range, int]] = []
         items = ((0, numbers, sum(self.sizes[number] for number in numbers)) for numbers in self._modules())
         for _, held, size in pack(items, max_bytes):
@@ -46,7 +45,7 @@ class Group:
         return found
 
     def _modules(self) -> Iterator[range]:
-        for _, numbers in groupby(range(len(self.names)), key=lambda number: self.names[number].split(".weight", 1)[0]):
+        for _, numbers in groupby(range(len(self.names)), key=lambda number: unit_of(self.names[number])):
             run = list(numbers)
             yield range(run[0], run[-1] + 1)
 
@@ -111,8 +110,7 @@ def rank_jobs(resharder: Resharder, grouped: Grouped, max_bytes: int) -> list[Fi
                 for tp_rank in range(layout.tp):
                     folder = rank_folder(layout.rank_at(tp_rank, ep, stage), layout.ranks)
                     path = f"{folder}/{shard_name(number, len(files))}"
-                    steps = LazySteps(names, partial(resharder.step, tp_rank=tp_rank))
-                    made.append((place, FileJob(path, steps, size, size, batch=batch)))
+                    made.append((place, resharder.job(path, names, size, tp_rank=tp_rank, batch=batch)))
     made.sort(key=lambda item: item[0])
     return [job for _, job in made]
 
@@ -154,8 +152,7 @@ def owner_jobs(
         group = groups[owner]
         for run, size in files:
             names = group.names[run.start : run.stop]
-            steps = LazySteps(names, partial(resharder.step, tp_rank=0))
-            job = FileJob(shard_name(len(made) + 1, total), steps, size, size)
+            job = resharder.job(shard_name(len(made) + 1, total), names, size)
             made.append((group.places[run.start], owner, job))
     needed = {
         place.rank: [job.path for _, owner, job in made if _belongs(owner, place.pp_rank, place.ep_rank, layout)]

@@ -8,6 +8,7 @@ other way, is composed directly from source ranges.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from k3tool.checkpoint.reader import Located
@@ -17,6 +18,7 @@ from k3tool.config import K3Config
 from k3tool.errors import CheckpointCorrupt, CheckpointMissing
 from k3tool.layout import Layout
 from k3tool.names import TensorName
+from k3tool.plan import FileJob, LazySteps
 from k3tool.transform.base import Applied, Compute, Copy, Region, Step, TensorOut, Zeros, whole
 from k3tool.transform.split import Cut, Rule, Splitter, parsed
 
@@ -293,6 +295,10 @@ class Resharder:
             return Compute((output,), (self.form.one(name, kind, rule),), CutPadded(output, there, first, last))
         regions = self.form.regions(name, kind, rule, first, last)
         return Copy(output, (*regions, *((Zeros(padding),) if padding else ())), there.axis)
+
+    def job(self, path: str, names: Sequence[str], size: int, *, tp_rank: int = 0, batch: str = "") -> FileJob:
+        """The file of these tensors, `size` bytes of them, for one rank."""
+        return FileJob(path, LazySteps(names, partial(self.step, tp_rank=tp_rank)), size, size, batch=batch)
 
 
 class ScaleShape:

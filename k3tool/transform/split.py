@@ -286,6 +286,12 @@ class Splitter:
         return Cut(axis, stored, rule.size, share, share if stored == rule.size else -(-share // dim) * dim)
 
 
+def unit_of(name: str) -> str:
+    """What must stay in one file, as the start of a tensor's name: its module, or for a routed expert all of it."""
+    module = name.split(".weight", 1)[0]
+    return module.rpartition(".")[0] if ".experts." in module else module
+
+
 def parsed(name: str) -> TensorName:
     """Raises CheckpointCorrupt for a name outside the grammar."""
     found = parse_name(name)
