@@ -289,6 +289,11 @@ class Emitter:
     def select(self, condition: Value, yes: Value, no: Value) -> Value:
         return Value(self, self.builder.select(condition.ir, yes.ir, no.ir))
 
+    def everywhere(self, conditions: Value) -> Value:
+        """Do all lanes hold?"""
+        lanes = conditions.type.count
+        return self.convert(conditions, ir.IntType(lanes), "bitcast").equals(-1)
+
     def smaller(self, one: Value, other: Value) -> Value:
         return self.select(one < other, one, other)
 

@@ -61,11 +61,13 @@ def row_dots(e: Emitter, format_: Format, x: Value, rows: Sequence[RowAddress], 
     zero = e.number(0.0, vector(F32, _lanes(format_)))
     sums = [[e.variable(zero), e.variable(zero)] for _ in rows]
     whole = columns // format_.block * format_.block
-    tails = [complete_tail(e, format_, at, whole, columns) for at in rows]
-    with e.loop(0, columns, format_.block) as first:
+    with e.loop(0, whole, format_.block) as first:
         offsets = format_.weight_bytes(first), format_.scale_bytes(first)
-        for at, tail, pair in zip(rows, tails, sums, strict=True):
-            _add_block(e, format_, at.shifted(*offsets).where(e, first < whole, tail), x + first * 4, pair)
+        for at, pair in zip(rows, sums, strict=True):
+            _add_block(e, format_, at.shifted(*offsets), x + first * 4, pair)
+    with e.when(whole < columns):
+        for at, pair in zip(rows, sums, strict=True):
+            _add_block(e, format_, complete_tail(e, format_, at, whole, columns), x + whole * 4, pair)
     return [e.total(first.get() + second.get()) for first, second in sums]
 
 

@@ -24,7 +24,7 @@ from k3tool.kernels.moe.experts import DenseExperts, Experts, PackedExperts
 from k3tool.kernels.mxfp4 import reference as fp4
 
 ITEM_TOKENS = 64  # tokens of one expert that pass together: their panel should stay in the second-level cache
-GROUPED_FROM = 3  # mean tokens per visited expert from which grouping pays
+GROUPED_FROM = 4  # mean tokens per visited expert from which grouping pays
 HIDDEN_BYTES = 64 << 20  # hidden units kept at a time
 
 _PLAIN = {torch.bfloat16: ("bfloat16", 2), torch.float16: ("float16", 2), torch.float32: ("float32", 4)}
@@ -47,7 +47,7 @@ class _Compiled:
         self.expand, self.contract = (library.address(name) for name in ("expand", "contract"))
         self.call = (ctypes.c_int64 * len(emit.CALL))()
         self.address = ctypes.addressof(self.call)
-        self.caps = (ctypes.c_float * 2)()
+        self.caps = (ctypes.c_float * 4)()
         self.scratch = Scratch()
 
     def set(self, **fields: int) -> None:
@@ -94,7 +94,7 @@ def _prepare(experts: Experts) -> _Layer:
         codes = torch.arange(256, dtype=torch.uint8).view(experts.w1_scale.dtype)
         name, table = f"fp4_{experts.group_size}", fp4.scale_values(codes)
         matrices = [_packed_matrix(experts, w, ones) for w in ("w1", "w3", "w2")]
-    owned = (ones, table, *(divisor for _, _, divisor in matrices))
+    owned = (ones, table, *(factor for _, _, factor in matrices))
     addresses = [tensor.data_ptr() for matrix in matrices for tensor in matrix]
     numbers = (*addresses, table.data_ptr(), experts.hidden_size, experts.intermediate_size)
     return _Layer(_compiled(name), (ctypes.c_int64 * len(emit.LAYER))(*numbers), owned)
@@ -102,8 +102,8 @@ def _prepare(experts: Experts) -> _Layer:
 
 def _packed_matrix(experts: PackedExperts, name: str, ones: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     divisor = getattr(experts, f"{name}_global")
-    divisor = ones if divisor is None else divisor.contiguous()
-    return getattr(experts, f"{name}_packed"), getattr(experts, f"{name}_scale"), divisor
+    factor = ones if divisor is None else (1 / divisor).contiguous()
+    return getattr(experts, f"{name}_packed"), getattr(experts, f"{name}_scale"), factor
 
 
 def experts_forward(
@@ -115,7 +115,7 @@ def experts_forward(
     out = torch.zeros(x.shape, dtype=torch.float32)
     rows = x.to(torch.float32).contiguous()
     with compiled.scratch.lock:
-        compiled.caps[:] = beta, linear_beta
+        compiled.caps[:] = beta, 1 / beta, linear_beta, 1 / linear_beta
         compiled.set(
             layer=ctypes.addressof(layer.arguments),
             caps=ctypes.addressof(compiled.caps),

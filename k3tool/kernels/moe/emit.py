@@ -18,10 +18,10 @@ from k3tool.kernels.cpu.numeric import round_bfloat16, sigmoid, tanh, transpose
 from k3tool.kernels.cpu.product import BLOCK_ROWS, DEPTH, Tiling
 
 # Argument blocks of 64-bit integers. A layer: addresses of the stacked matrices, of their scales and of one float32
-# divisor per expert; of the 256 numbers behind scale bytes; width D and hidden units I.
+# factor per expert; of the 256 numbers behind scale bytes; width D and hidden units I.
 LAYER = ("w1", "s1", "d1", "w3", "s3", "d3", "w2", "s2", "d2", "table", "wide", "inner")
 # A call: `experts` and `weights` belong to one token's slots, or `weights` and `tokens` to the sorted slots
-# of all tokens and `items` to runs of them. `caps` are beta and linear_beta.
+# of all tokens and `items` to runs of them. `caps` are beta, 1 / beta, linear_beta and 1 / linear_beta.
 CALL = (
     "layer", "x", "out", "count", "experts", "weights", "tokens", "items", "caps", "round", "silu", "hidden",
     "splits", "block_rows", "scratch", "scratch_bytes", "panel_bytes", "c_bytes",
@@ -44,31 +44,36 @@ class _Frame:
         return self.tile.lanes
 
     def matrix(self, which: str, expert: Value) -> tuple[RowAddress, tuple[Value, Value], Value]:
-        """Address of an expert's w1, w3 or w2, the bytes of a row and of its scales, and the divisor."""
+        """Address of an expert's w1, w3 or w2, the bytes of a row and of its scales, and the factor."""
         rows, columns = ("wide", "inner") if which == "2" else ("inner", "wide")
         row_bytes = self.format.weight_bytes(self.layer[columns]), self.format.scale_bytes(self.layer[columns])
         before = expert * self.layer[rows]
         at = RowAddress(self.layer[f"w{which}"], self.layer[f"s{which}"], self.layer["table"])
-        divisor = self.e.load(F32, self.layer[f"d{which}"] + expert * 4)
-        return at.shifted(before * row_bytes[0], before * row_bytes[1]), row_bytes, divisor
+        factor = self.e.load(F32, self.layer[f"d{which}"] + expert * 4)
+        return at.shifted(before * row_bytes[0], before * row_bytes[1]), row_bytes, factor
 
     def rounded(self, value: Value) -> Value:
         """Rounded to bfloat16 where activations are bfloat16."""
-        flag = self.call["round"] > 0
-        return self.e.select(flag, round_bfloat16(self.e, value), value)
+        result = self.e.variable(value)
+        with self.e.when(self.call["round"] > 0):
+            result.set(round_bfloat16(self.e, value))
+        return result.get()
 
     def activated(self, gate: Value, up: Value) -> Value:
         """SiTU or SiLU gating of float32 vectors, rounded on the way in and out."""
         e = self.e
         gate, up = self.rounded(gate), self.rounded(up)
-        beta, linear_beta = (e.splat(e.load(F32, self.call["caps"] + 4 * i), self.lanes) for i in range(2))
+        likelihood = sigmoid(e, gate)
         result = e.variable(gate)
         silu = self.call["silu"] > 0
         with e.when(silu):
-            result.set(gate * sigmoid(e, gate) * up)
+            result.set(gate * likelihood * up)
         with e.otherwise(silu):
-            capped = beta * tanh(e, gate / beta) * sigmoid(e, gate)
-            result.set(capped * (linear_beta * tanh(e, up / linear_beta)))
+            beta, of_beta, linear, of_linear = (
+                e.splat(e.load(F32, self.call["caps"] + 4 * i), self.lanes) for i in range(4)
+            )
+            capped = beta * tanh(e, gate * of_beta) * likelihood
+            result.set(capped * (linear * tanh(e, up * of_linear)))
         return self.rounded(result.get())
 
 
@@ -100,14 +105,14 @@ def emit_gate_up(module: ir.Module, format_: Format, tile: Tiling) -> None:
         expert = e.load(I64, call["experts"] + slot * 8)
         for offset in range(0, 8 * unit, 4 * frame.lanes):
             e.store(zero, results + offset)
-        one, row_bytes, one_divisor = frame.matrix("1", expert)
-        other, _, other_divisor = frame.matrix("3", expert)
-        # Gate and up take turns through one copy of the loop, which halves the code.
-        with e.loop(first, e.smaller(first + unit, inner)) as row, e.loop(0, 2) as turn:
+        one, row_bytes, one_factor = frame.matrix("1", expert)
+        other, _, other_factor = frame.matrix("3", expert)
+        # Gate, then up, through one copy of the loop, which halves the code.
+        with e.loop(0, e.number(2)) as turn, e.loop(first, e.smaller(first + unit, inner)) as row:
             is_gate = turn.equals(0)
             at = one.where(e, is_gate, other).shifted(row * row_bytes[0], row * row_bytes[1])
             (value,) = product.row_dots(e, format_, call["scratch"], [at], frame.layer["wide"])
-            value = value / e.select(is_gate, one_divisor, other_divisor)
+            value = value * e.select(is_gate, one_factor, other_factor)
             e.store(value, results + ((row - first) + turn * unit) * 4)
         hidden = call["hidden"] + (slot * units * unit + first) * 4
         with e.loop(0, e.number(unit), frame.lanes) as offset:
@@ -128,14 +133,14 @@ def emit_down(module: ir.Module, format_: Format, tile: Tiling) -> None:
     with e.loop(first, last) as row:
         e.store(e.number(0.0, F32), call["out"] + row * 4)
     with e.loop(0, call["count"]) as slot:
-        at, row_bytes, divisor = frame.matrix("2", e.load(I64, call["experts"] + slot * 8))
+        at, row_bytes, factor = frame.matrix("2", e.load(I64, call["experts"] + slot * 8))
         weight = e.load(F32, call["weights"] + slot * 4)
         hidden = call["hidden"] + slot * depth * 4
         with e.loop(first, last) as row:
             here = at.shifted(row * row_bytes[0], row * row_bytes[1])
             (value,) = product.row_dots(e, format_, hidden, [here], inner)
             place = call["out"] + row * 4
-            e.store(e.load(F32, place) + weight * frame.rounded(value / divisor), place)
+            e.store(e.load(F32, place) + weight * frame.rounded(value * factor), place)
     e.finish()
 
 
@@ -166,21 +171,21 @@ def emit_expand(module: ir.Module, format_: Format, tile: Tiling, block_product:
     with e.loop(blocks * split // call["splits"], blocks * (split + 1) // call["splits"]) as block:
         first = block * call["block_rows"]
         rows = e.smaller(call["block_rows"], layer["inner"] - first)
-        divisors: list[Value] = []
+        factors: list[Value] = []
         for which, result in zip("13", c, strict=True):
-            at, row_bytes, divisor = frame.matrix(which, item["expert"])
+            at, row_bytes, factor = frame.matrix(which, item["expert"])
             at = at.shifted(first * row_bytes[0], first * row_bytes[1])
             e.call(block_product, at.weights, at.scales, at.scale_table, rows, layer["wide"], panel, item["count"],
                    result, widened)  # fmt: skip
-            divisors.append(e.splat(divisor, frame.lanes))
-        _activate_block(frame, c, divisors, tiles, (first, rows), item["hidden"])
+            factors.append(e.splat(factor, frame.lanes))
+        _activate_block(frame, c, factors, tiles, (first, rows), item["hidden"])
     with e.when(split.equals(call["splits"] - 1)):
         _clear_padding(frame, tiles, item["hidden"])
     e.finish()
 
 
 def _activate_block(
-    frame: _Frame, c: list[Value], divisors: list[Value], tiles: Value, block: tuple[Value, Value], hidden: Value
+    frame: _Frame, c: list[Value], factors: list[Value], tiles: Value, block: tuple[Value, Value], hidden: Value
 ) -> None:
     """Activated gate and up tiles of a row block into the panel of the down projection."""
     e, tile = frame.e, frame.tile
@@ -193,7 +198,7 @@ def _activate_block(
         out = hidden + (index * depth + place) * (4 * tile.tokens)
         at = (index * BLOCK_ROWS + row) * (4 * tile.tokens)
         with e.loop(0, e.number(4 * tile.tokens), 4 * frame.lanes) as side:
-            gate, up = (e.load(wide, c[turn] + at + side) / divisors[turn] for turn in range(2))
+            gate, up = (e.load(wide, c[turn] + at + side) * factors[turn] for turn in range(2))
             e.store(frame.activated(gate, up), out + side)
 
 
@@ -219,17 +224,17 @@ def emit_contract(module: ir.Module, format_: Format, tile: Tiling, block_produc
     c = widened + 4 * BLOCK_ROWS * DEPTH
     with e.loop(0, call["count"]) as index:
         item = _item(frame, index)
-        at, row_bytes, divisor = frame.matrix("2", item["expert"])
+        at, row_bytes, factor = frame.matrix("2", item["expert"])
         at = at.shifted(first * row_bytes[0], first * row_bytes[1])
         e.call(block_product, at.weights, at.scales, at.scale_table, rows, layer["inner"], item["hidden"],
                item["count"], c, widened)  # fmt: skip
         with e.loop(0, item["count"], frame.lanes) as token:
-            _add_tokens(frame, c, divisor, item, token, (first, rows))
+            _add_tokens(frame, c, factor, item, token, (first, rows))
     e.finish()
 
 
 def _add_tokens(
-    frame: _Frame, c: Value, divisor: Value, item: dict[str, Value], token: Value, block: tuple[Value, Value]
+    frame: _Frame, c: Value, factor: Value, item: dict[str, Value], token: Value, block: tuple[Value, Value]
 ) -> None:
     """Weighted outputs of the tokens in one vector of a tile onto their rows of the result."""
     e, call, tile, lanes = frame.e, frame.call, frame.tile, frame.lanes
@@ -247,12 +252,12 @@ def _add_tokens(
     present = e.smaller(item["count"] - token, e.number(lanes))
     with e.loop(0, whole, lanes) as row:
         at = corner + row * (4 * tile.tokens)
-        square = [e.load(vector(F32, lanes), at + 4 * tile.tokens * i) / e.splat(divisor, lanes) for i in range(lanes)]
+        square = [e.load(vector(F32, lanes), at + 4 * tile.tokens * i) * e.splat(factor, lanes) for i in range(lanes)]
         for lane, values in enumerate(transpose(e, [frame.rounded(values) for values in square])):
             with e.when(present > lane):
                 out, weight = place(e.number(lane))
                 e.store(e.load(values.type, out + row * 4) + values * e.splat(weight, lanes), out + row * 4)
     with e.loop(whole, rows) as row, e.loop(0, present) as lane:
         out, weight = place(lane)
-        value = frame.rounded(e.load(F32, corner + row * (4 * tile.tokens) + lane * 4) / divisor)
+        value = frame.rounded(e.load(F32, corner + row * (4 * tile.tokens) + lane * 4) * factor)
         e.store(e.load(F32, out + row * 4) + value * weight, out + row * 4)
