@@ -185,12 +185,13 @@ def _stream(
 
 
 def _append(job: Job, partial: Partial, digests: Digests, view: memoryview, check: Callable[[], None]) -> None:
-    if job.stop.is_set():
-        raise Stopped
+    """Write what has arrived, also when everything is to stop: it need not be fetched again."""
     partial.append(view)
     digests.update(view)
     job.progress.advanced(TASK, len(view))
     check()
+    if job.stop.is_set():
+        raise Stopped
 
 
 class _HeaderCheck:
