@@ -1,0 +1,297 @@
+"""Write the text model of a checkpoint as GGUF for llama.cpp: plan it from names and shapes, then carry it out.
+
+One pass over the source in bounded memory: every output tensor is a row of small steps, experts one by one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from k3tool.checkpoint.reader import Checkpoint
+from k3tool.checkpoint.source import Source, open_source
+from k3tool.checkpoint.table import TensorTable
+from k3tool.config import K3Config
+from k3tool.errors import UsageError
+from k3tool.events import SILENT, Progress
+from k3tool.execute import Options, Part, Report, SmallFile, execute, source_identity
+from k3tool.garbage import collector_paused
+from k3tool.gguf.container import TYPES, GgmlType, TensorInfo, Value, build_head, i32, u16
+from k3tool.gguf.mapping import GgufTensor, Types, gguf_tensors
+from k3tool.gguf.metadata import check_supported, model_keys
+from k3tool.gguf.report import REPORT_NAME, Changes, components, earlier_report, merge, report_file, summarize
+from k3tool.gguf.vocabulary import no_keys, number_keys, tokenizer_keys
+from k3tool.plan import Copy, Plan, Step, TensorOut, Zeros, file_job, pack
+from k3tool.tokenizer import find_tokenizer
+
+TRUNK_TYPES = ("bf16", "f16", "f32", "q8_0")
+EXPERT_TYPES = ("keep", "mxfp4", "bf16", "f16", "f32", "q8_0")
+VOCABULARIES = ("auto", "none", "ids")
+DEFAULT_FILE_BYTES = 20_000_000_000  # a layer of the release is 16.6 GB
+MAX_FILES = 99_999
+_LEGAL_FILES = re.compile(r"(LICENSE|THIRD.?PARTY|NOTICE)[\w.-]*", re.IGNORECASE | re.ASCII)
+
+
+@dataclass(frozen=True)
+class GgufOptions:
+    """What is written. trunk, experts: types; experts `keep` stays MXFP4, or in the source's plain type.
+
+    vocabulary: `auto` is the source's tokenizer, or none where it has none; `ids` names each token by its number.
+    name: of the model, default that of the source; file names begin with it. exact: fail rather than change a value.
+    """
+
+    trunk: str = "bf16"
+    experts: str = "keep"
+    max_file_bytes: int = DEFAULT_FILE_BYTES
+    vocabulary: str = "auto"
+    name: str | None = None
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        for what, value, known in (
+            ("trunk type", self.trunk, TRUNK_TYPES),
+            ("expert type", self.experts, EXPERT_TYPES),
+            ("vocabulary", self.vocabulary, VOCABULARIES),
+        ):
+            if value not in known:
+                raise UsageError(f"GGUF knows no {what} {value!r}", hint=f"one of {', '.join(known)}")
+
+    @property
+    def types(self) -> Types:
+        experts = None if self.experts == "keep" else TYPES[self.experts.upper()]
+        return Types(TYPES[self.trunk.upper()], experts, self.exact)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A job ready to run. files: per output file its tensors. warnings: what the user should know before."""
+
+    plan: Plan
+    table: TensorTable
+    tensors: list[GgufTensor]
+    files: list[list[GgufTensor]]
+    warnings: list[str]
+
+    def as_json(self) -> dict[str, Any]:
+        """What a dry run shows."""
+        return {
+            "plan": self.plan.id,
+            "files": [
+                {"name": job.path, "tensors": len(held), "bytes": job.size_estimate}
+                for job, held in zip(self.plan.jobs, self.files, strict=True)
+            ],
+            "bytes_in": self.plan.read_bytes,
+            "bytes_out": self.plan.write_bytes,
+            "step_memory_bytes": self.plan.step_bytes,
+            "warnings": self.warnings,
+        }
+
+
+@dataclass
+class GgufResult:
+    """The outcome; `report` is None after a dry run."""
+
+    prepared: Prepared
+    report: Report | None = None
+    changes: dict[str, Changes] = field(default_factory=dict)
+
+    @property
+    def components(self) -> dict[str, Any]:
+        return components(self.prepared.tensors, self.changes)
+
+    def as_json(self) -> dict[str, Any]:
+        """The keys of `k3tool quantize --json`."""
+        document = {**self.prepared.as_json(), "format": "gguf", "dry_run": self.report is None}
+        if self.report is None:
+            return document
+        names = {job.path for job in self.prepared.plan.jobs}
+        return {
+            **document,
+            "bytes_out": sum(record.size for name, record in self.report.files.items() if name in names),
+            "components": self.components,
+            "complete": self.report.complete,
+            "files_kept": len(self.report.kept),
+            "bytes_read": self.report.bytes_read,
+            "bytes_written": self.report.bytes_written,
+            "seconds": round(self.report.seconds, 3),
+            "peak_memory_bytes": self.report.peak_memory_bytes,
+        }
+
+
+def write_gguf(
+    source: str | Path | Source,
+    dest: str | Path,
+    *,
+    trunk: str = "bf16",
+    experts: str = "keep",
+    max_shard_size: int = DEFAULT_FILE_BYTES,
+    vocabulary: str = "auto",
+    name: str | None = None,
+    exact: bool = False,
+    progress: Progress = SILENT,
+    max_memory: int | None = None,
+    max_workers: int | None = None,
+    overwrite: bool = False,
+    part: Part | None = None,
+    dry_run: bool = False,
+) -> GgufResult:
+    """Write `source` (a folder, a Hub repository or a Source) as one or more GGUF files into the folder `dest`.
+
+    Sizes in bytes. The same call continues where the last one stopped. Raises UsageError for an unknown type,
+    UnsupportedError (14) for a model or a tensor that the architecture cannot hold, CheckFailed (1) where `exact`
+    and a value changes, and what `k3tool.execute.execute` raises.
+    """
+    prepared = prepare(source, GgufOptions(trunk, experts, max_shard_size, vocabulary, name, exact))
+    for warning in prepared.warnings:
+        progress.warn(warning)
+    if dry_run:
+        return GgufResult(prepared)
+    options = Options(
+        max_workers=max_workers,
+        max_memory=max_memory,
+        overwrite=overwrite,
+        part=part,
+        progress=progress,
+        summarize=summarize,
+    )
+    return carry_out(prepared, Path(dest), options)
+
+
+def prepare(source: str | Path | Source, options: GgufOptions) -> Prepared:
+    """Plan the job from the configuration, the headers and the tokenizer files. Writes nothing."""
+    checkpoint = Checkpoint(open_source(source) if isinstance(source, (str, Path)) else source)
+    config = checkpoint.config
+    check_supported(config)
+    with collector_paused():
+        table = TensorTable.of(checkpoint)
+        tensors = gguf_tensors(config, table, options.types)
+    name = options.name or model_name(checkpoint.source.label)
+    vocabulary, warnings = _vocabulary(config, checkpoint.source, options)
+    warnings += _kept_wide(tensors, options)
+    experts = next(t.info.kind for t in tensors if t.component == "routed_experts")
+    keys = model_keys(config, name, experts.name, any(t.info.kind.block > 1 for t in tensors)) + vocabulary
+    files = [held for _, held, _ in pack(((None, t, t.info.padded) for t in tensors), options.max_file_bytes)]
+    if len(files) > MAX_FILES:
+        raise UsageError(
+            f"{len(files)} files of {options.max_file_bytes} bytes are more than llama.cpp counts ({MAX_FILES})",
+            hint="give a larger --max-shard-size",
+        )
+    stem = _file_stem(name, experts, options)
+    heads = [_head(keys, held, number, len(files), len(tensors)) for number, held in enumerate(files)]
+    jobs = [
+        file_job(_file_name(stem, number, len(files)), FileSteps(held), metadata={}, head=head)
+        for number, (held, head) in enumerate(zip(files, heads, strict=True))
+    ]
+    command = f"quantize {checkpoint.source.label} --format gguf --trunk {options.trunk} --experts {options.experts}"
+    description = {
+        "format": "gguf",
+        "trunk": options.trunk,
+        "experts": options.experts,
+        "exact": options.exact,
+        "heads": hashlib.sha256(b"".join(heads)).hexdigest(),
+        **source_identity(checkpoint.source, table.digest()),
+    }
+    return Prepared(Plan(command, tuple(jobs), description), table, tensors, files, warnings)
+
+
+def carry_out(prepared: Prepared, dest: Path, options: Options) -> GgufResult:
+    """The second half of `write_gguf`, for those who looked at the plan first."""
+    source, plan = prepared.table.source, prepared.plan
+    result = GgufResult(prepared)
+
+    def closing(report: Report) -> Iterator[SmallFile]:
+        found = merge(report.notes.values())
+        result.changes = found if found or not report.kept else earlier_report(dest, plan.id)
+        for name in source.files():
+            if _LEGAL_FILES.fullmatch(name):
+                yield SmallFile(name, source.read(name))
+        yield SmallFile(REPORT_NAME, report_file(plan.id, result.changes))
+
+    revision = getattr(source, "revision", None)
+    result.report = execute(plan, prepared.table, dest, closing=closing, options=options, revision=revision)
+    if not result.changes:
+        result.changes = merge(result.report.notes.values())
+    return result
+
+
+class FileSteps(Sequence[Step]):
+    """The steps of a file's tensors one after the other, each tensor padded to the alignment; built while walking."""
+
+    def __init__(self, tensors: Sequence[GgufTensor]) -> None:
+        self._tensors = tensors
+        self._ends = list(accumulate(len(tensor.steps) + 1 for tensor in tensors))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __iter__(self) -> Iterator[Step]:
+        for tensor in self._tensors:
+            yield from tensor.steps
+            yield _padding(tensor.info)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        if index < 0:
+            index += len(self)
+        at = bisect_right(self._ends, index)
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        tensor = self._tensors[at]
+        within = index - (self._ends[at - 1] if at else 0)
+        return tensor.steps[within] if within < len(tensor.steps) else _padding(tensor.info)
+
+
+def _padding(info: TensorInfo) -> Copy:
+    size = info.padded - info.nbytes
+    return Copy(TensorOut(f"{info.name} (padding)", "U8", (size,)), (Zeros(size),))
+
+
+def _head(keys: list[tuple[str, Value]], held: list[GgufTensor], number: int, files: int, tensors: int) -> bytes:
+    """A file's first bytes: the first file alone has the model's keys."""
+    split = [("split.no", u16(number)), ("split.count", u16(files)), ("split.tensors.count", i32(tensors))]
+    own = (keys if number == 0 else []) + (split if files > 1 else [])
+    return build_head(own, (tensor.info for tensor in held))
+
+
+def model_name(label: str) -> str:
+    """The last part of a folder or repository name, without a revision."""
+    return label.rstrip("/").rpartition("/")[2].partition("@")[0] or "model"
+
+
+def _file_stem(name: str, experts: GgmlType, options: GgufOptions) -> str:
+    plain = re.sub(r"[^\w.-]+", "-", name, flags=re.ASCII).strip("-.")[:100] or "model"
+    kinds = dict.fromkeys((experts.name, options.trunk.upper()))
+    return "-".join([plain, *kinds])
+
+
+def _file_name(stem: str, number: int, files: int) -> str:
+    return f"{stem}.gguf" if files == 1 else f"{stem}-{number + 1:05d}-of-{files:05d}.gguf"
+
+
+def _vocabulary(config: K3Config, source: Source, options: GgufOptions) -> tuple[list[tuple[str, Value]], list[str]]:
+    if options.vocabulary == "ids":
+        return number_keys(config), []
+    tokenizer = find_tokenizer(source, config.vocab_size) if options.vocabulary == "auto" else None
+    if tokenizer is not None:
+        return tokenizer_keys(config, tokenizer), []
+    missing = [f"{source.label} has no tokenizer: llama.cpp will load the file but cannot generate text with it"]
+    return no_keys(), missing if options.vocabulary == "auto" else []
+
+
+def _kept_wide(tensors: Sequence[GgufTensor], options: GgufOptions) -> list[str]:
+    """Tensors that stay BF16 because their rows are no whole blocks."""
+    trunk = options.types.trunk
+    kept = [t.info for t in tensors if t.info.kind.name == "BF16" and t.component != "routed_experts"]
+    if trunk.block == 1 or not kept:
+        return []
+    return [
+        f"{len(kept)} tensors stay BF16, their rows are no multiple of {trunk.block}: {kept[0].name} "
+        f"has rows of {kept[0].shape[-1]}" + (", ..." if len(kept) > 1 else "")
+    ]
