@@ -71,12 +71,12 @@ def clear(dest: Path) -> None:
             folder.rmdir()
 
 
-def check_space(dest: Path, jobs: Sequence[FileJob], *, reclaimed: bool) -> None:
+def check_space(dest: Path, jobs: Sequence[FileJob], *, needed: int | None = None) -> None:
     """Raises CapacityError (exit 12) where `jobs` do not fit on the disk of `dest`.
 
-    reclaimed: source shards are freed along the way, so that only what is in flight has to fit at once.
+    needed: bytes needed at once where the source is freed along the way; None: all that the jobs write.
     """
-    need = max((job.size_estimate for job in jobs), default=0) if reclaimed else sum(job.size_estimate for job in jobs)
+    need = sum(job.size_estimate for job in jobs) if needed is None else needed
     free = shutil.disk_usage(dest).free
     if need + min(SPARE_BYTES, need) > free:
         raise CapacityError(

@@ -26,6 +26,7 @@ from k3tool.errors import CapacityError, PartlyDone, UsageError
 from k3tool.events import SILENT, Progress
 from k3tool.memory import peak_bytes
 from k3tool.plan import FileJob, Plan
+from k3tool.reclaim import Reclaimer
 from k3tool.units import format_bytes
 from k3tool.worker import Finished, Stopped, Worker, run_threads
 
@@ -63,8 +64,9 @@ class Options:
     """How a plan is carried out; none of it changes what is written.
 
     max_workers: threads; None takes one per core. max_memory: bytes of resident memory the whole process is held to.
-    part: this process's share of the files. finalize: write what comes last although other parts may be at work.
+    part: this process's share of the files. finalize: write no file of the plan, only what comes after them.
     summarize: turns what a file's transforms measured into the JSON that is kept with the file.
+    reclaimer: frees source shards as their readers become durable.
     """
 
     max_workers: int | None = None
@@ -74,7 +76,7 @@ class Options:
     finalize: bool = False
     progress: Progress = SILENT
     summarize: Callable[[list[Any]], Any] = list
-    on_durable: Callable[[frozenset[str]], None] | None = None  # called with every finished path after each batch
+    reclaimer: Reclaimer | None = None
 
 
 @dataclass
@@ -210,10 +212,13 @@ class _Run:
     def write(self, workers: int, buffer_bytes: int) -> Report:
         done = self.done()
         report = Report(kept=[job.path for job in self.wanted if job.path in done], workers=workers)
+        if self.options.finalize:
+            return report
         batches = self._batches(done)
         todo = [job for batch in batches for job in batch]
         if todo:
-            check_space(self.dest, todo, reclaimed=self.options.on_durable is not None)
+            reclaimer = self.options.reclaimer
+            check_space(self.dest, todo, needed=reclaimer.needed_bytes(todo) if reclaimer else None)
             progress = self.options.progress
             task = self.plan.command.split()[0]
             progress.started(task, sum(job.data_bytes for job in todo))
@@ -269,8 +274,8 @@ class _Run:
             self.options.progress.item(f"{file.path}  {format_bytes(file.size)}")
         with self.lock:
             report.bytes_written += sum(file.size for file in finished)
-            if self.options.on_durable:
-                self.options.on_durable(frozenset(self.done()))
+            if self.options.reclaimer:
+                self.options.reclaimer.durable(self.done())
 
     def close(self, report: Report, closing: Callable[[Report], Iterable[SmallFile]]) -> None:
         """The index, the configuration and the manifest, once nothing of what was asked for is missing."""
@@ -284,6 +289,8 @@ class _Run:
                 if self.options.finalize or not self.options.part:
                     self._refuse_to_close(missing)
                 return
+            if self.options.reclaimer:
+                self.options.reclaimer.durable(report.files)
             for small in closing(report):
                 report.files[small.path] = write_small(self.dest / small.path, small.data)
             manifest = Manifest(self.plan.command, self.tensors.source.label, self.revision, dict(report.files))

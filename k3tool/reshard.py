@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,11 +17,13 @@ from k3tool.checkpoint.index import INDEX_NAME
 from k3tool.checkpoint.manifest import MANIFEST_NAME, Manifest
 from k3tool.checkpoint.reader import CONFIG_NAME
 from k3tool.checkpoint.source import Source, open_source
-from k3tool.errors import UsageError
-from k3tool.execute import Options, Report, SmallFile, execute, source_identity
+from k3tool.checkpoint.table import TensorTable
+from k3tool.errors import CheckpointMissing, UsageError
+from k3tool.execute import Options, Part, Report, SmallFile, execute, source_identity
 from k3tool.layout import Layout, check, choose, expert_block, rank_folder, stages
 from k3tool.plan import FileJob, Plan
 from k3tool.readback import Readback, verify_ranks, verify_whole
+from k3tool.reclaim import ReclaimedSource, Reclaimer, finish_note, read_note, refuse_reclaimed
 from k3tool.transform.forms import Opened, open_form
 from k3tool.transform.record import LayoutRecord
 from k3tool.transform.regroup import Grouped, group_by_owner, owner_jobs, rank_jobs
@@ -126,7 +128,6 @@ class Resharded:
     prepared: Prepared
     report: Report
     readback: Readback | None = None
-    left_out: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
         document = {
@@ -147,8 +148,11 @@ class Resharded:
         return document
 
 
-def prepare(source: str | Path | Source, request: Request, change: Change | None = None) -> Prepared:
+def prepare(
+    source: str | Path | Source, request: Request, change: Change | None = None, *, reclaim: bool = False
+) -> Prepared:
     """Plan a job from names, shapes and dtypes. Writes nothing. change: what is done to tensors on the way.
+    reclaim: the source may be one that the same job has begun to free.
 
     Raises CheckpointMissing, CheckpointCorrupt (a source that is incomplete or not what its configuration says),
     UsageError, and UnsupportedError (exit 14) for a layout that this model cannot have, with the nearest ones.
@@ -157,7 +161,7 @@ def prepare(source: str | Path | Source, request: Request, change: Change | None
         raise UsageError(f"unknown layout {request.form!r}", hint="write --layout ranks or --layout hf")
     if request.ranks is not None and request.form != "ranks":
         raise UsageError("--rank goes with --layout ranks only", hint="leave --rank out, or write --layout ranks")
-    opened = open_form(open_source(source) if isinstance(source, (str, Path)) else source)
+    opened = open_form(_open(source, reclaim))
     if change is not None:
         opened = opened._replace(form=change.form(opened))
     config = opened.form.config
@@ -184,6 +188,21 @@ def prepare(source: str | Path | Source, request: Request, change: Change | None
     )
 
 
+def _open(source: str | Path | Source, reclaim: bool) -> Source:
+    found = open_source(source) if isinstance(source, (str, Path)) else source
+    root = found.local_path("")
+    if root is None:
+        return found
+    if finish_note(root):
+        raise CheckpointMissing(f"{root}: its last shards are removed now", hint="the result was complete; use that")
+    note = read_note(root)
+    if note is None:
+        return found
+    if not reclaim:
+        refuse_reclaimed(root)
+    return ReclaimedSource(root, note)
+
+
 def reshard(
     source: str | Path | Source,
     dest: str | Path,
@@ -191,15 +210,23 @@ def reshard(
     *,
     options: Options | None = None,
     verify: bool = False,
+    reclaim: bool = False,
 ) -> Resharded:
     """Carry out `request`: every file once, the index and configuration last. Raises what `prepare` and
     `execute` raise, and CheckFailed (exit 1) where `verify` finds a tensor that differs from the source."""
-    return carry_out(prepare(source, request), Path(dest), options=options or Options(), verify=verify)
+    prepared = prepare(source, request, reclaim=reclaim)
+    return carry_out(prepared, Path(dest), options=options or Options(), verify=verify, reclaim=reclaim)
 
 
-def carry_out(prepared: Prepared, dest: Path, *, options: Options, verify: bool = False) -> Resharded:
-    """The second half of `reshard`, for those who looked at the plan first."""
+def carry_out(
+    prepared: Prepared, dest: Path, *, options: Options, verify: bool = False, reclaim: bool = False
+) -> Resharded:
+    """The second half of `reshard`, for those who looked at the plan first.
+
+    reclaim: DELETES the source along the way (see `k3tool.reclaim`)."""
     wanted = {job.path for job in prepared.wanted}
+    if reclaim:
+        options = replace(options, reclaimer=_reclaimer(prepared, dest, options, verify))
     report = execute(
         prepared.plan,
         prepared.opened.form.tensors,
@@ -209,6 +236,8 @@ def carry_out(prepared: Prepared, dest: Path, *, options: Options, verify: bool 
         only=None if prepared.request.ranks is None else lambda job: job.path in wanted,
         revision=getattr(prepared.opened.source, "revision", None),
     )
+    if options.reclaimer:
+        options.reclaimer.finish()
     done = Resharded(prepared, report)
     if verify and report.complete:
         if prepared.request.ranks is None:
@@ -216,6 +245,35 @@ def carry_out(prepared: Prepared, dest: Path, *, options: Options, verify: bool 
         else:
             done.readback = verify_ranks(prepared.resharder, prepared.wanted, dest, options)
     return done
+
+
+def _reclaimer(prepared: Prepared, dest: Path, options: Options, verify: bool) -> Reclaimer:
+    """Raises UsageError where freeing the source would contradict what else was asked for."""
+    table = prepared.opened.form.tensors
+    if prepared.request.ranks is not None or options.part:
+        raise UsageError("--reclaim frees the whole source, so one process must write all ranks", hint="leave it out")
+    if verify:
+        raise UsageError(
+            "--verify needs the source that --reclaim gives up", hint="--reclaim reads every file back by itself"
+        )
+    if not isinstance(table, TensorTable):
+        raise UsageError("--reclaim takes a checkpoint, not a folder of ranks", hint="leave --reclaim out")
+    return Reclaimer(prepared.plan, table, dest)
+
+
+def part_of(text: str | None, environment: Mapping[str, str]) -> Part | None:
+    """The share of this process: `I/N` counted from 1, or what torchrun (RANK, WORLD_SIZE) or srun (SLURM_PROCID,
+    SLURM_NTASKS) say; None for a process alone. Raises UsageError."""
+    if text is not None:
+        number, slash, count = text.partition("/")
+        if not (slash and number.isascii() and number.isdigit() and count.isascii() and count.isdigit()):
+            raise UsageError(f"not a part: {text!r}", hint="write --part 1/4 to --part 4/4")
+        return Part(int(number) - 1, int(count)) if int(count) != 1 or number != "1" else None
+    for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
+        number, count = environment.get(rank, ""), environment.get(size, "")
+        if number.isdigit() and count.isdigit() and int(count) > 1:
+            return Part(int(number), int(count))
+    return None
 
 
 def _command(request: Request, layout: Layout, opened: Opened, change: Change | None) -> str:

@@ -115,6 +115,10 @@ class TensorTable:
         end = start + count(kind.shape) * dtype_bits(kind.dtype) // 8
         return Located(TensorSpec(name, kind.dtype, kind.shape, start, end), self.shards[shard], offset)
 
+    def data_start(self, shard: str) -> int:
+        """File offset of a shard's data section: the length of its header."""
+        return self._data_starts[self.shards.index(shard)]
+
     def digest(self) -> str:
         """SHA-256 over every name, kind and place and the file sizes: the identity of what a plan was made from."""
         digest = hashlib.sha256()
