@@ -73,7 +73,8 @@ def scan(blocks: Iterable[bytes], each: Callable[[str, str], None]) -> dict[str,
     pieces.append(bytes(rest))
     frame = b"".join(pieces)
     frame = _SPACE.sub(lambda match: match[1] or b"", frame)
-    if len(_EMPTY_MAP.findall(frame)) != 1 or frame.count(b",") > entries + 8:
+    maps = _EMPTY_MAP.findall(frame)
+    if len(maps) != 1 or maps[0].count(b",") != max(0, entries - 1):  # a pair stood elsewhere
         raise Unusual
     try:
         document = json.loads(_EMPTY_MAP.sub(b'"weight_map":{}', frame))

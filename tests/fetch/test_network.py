@@ -122,9 +122,7 @@ def test_a_wait_beyond_patience_is_told(hub: StandIn, tmp_path: Path, clock: Fak
 
 
 @pytest.mark.parametrize(("stage", "status"), [("data", 500), ("data", 503), ("resolve", 502), ("api", 500)])
-def test_server_errors_pass(
-    hub: StandIn, checkpoint: Path, tmp_path: Path, clock: FakeClock, stage: str, status: int
-):
+def test_server_errors_pass(hub: StandIn, checkpoint: Path, tmp_path: Path, clock: FakeClock, stage: str, status: int):
     match = "*" if stage == "api" else SHARD
     hub.faults.add(Fault("status", match=match, stage=stage, status=status, times=4))  # type: ignore[arg-type]
     assert fetched_whole(hub, checkpoint, tmp_path / "out", clock=clock) == 0
@@ -155,7 +153,9 @@ def test_expired_addresses(hub: StandIn, checkpoint: Path, tmp_path: Path, clock
     assert hub.bytes_sent == size_of(checkpoint)
 
 
-def test_an_expired_address_is_replaced_by_a_fresh_one(hub: StandIn, checkpoint: Path, tmp_path: Path, clock: FakeClock):
+def test_an_expired_address_is_replaced_by_a_fresh_one(
+    hub: StandIn, checkpoint: Path, tmp_path: Path, clock: FakeClock
+):
     hub.faults.add(Fault("status", match=SHARD, status=403))
     assert fetched_whole(hub, checkpoint, tmp_path / "out", clock=clock) == 0
     asked = [r for r in hub.requests if r.method == "HEAD" and SHARD in r.path]

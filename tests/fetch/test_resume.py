@@ -63,7 +63,14 @@ class Runner:
 
 @contextmanager
 def runner(hub: StandIn, folder: Path, workers: int) -> Iterator[Runner]:
-    command = [sys.executable, str(Path(__file__).with_name("runner.py")), hub.endpoint, REPO, str(folder), str(workers)]
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("runner.py")),
+        hub.endpoint,
+        REPO,
+        str(folder),
+        str(workers),
+    ]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         yield Runner(process)
         assert process.stdin is not None
@@ -146,7 +153,9 @@ def test_after_a_power_cut_only_durable_bytes_count(
     hub.faults.add(Fault("drop", match=SHARD, after=100_000, times=None))
     with pytest.raises(RemoteError):
         fetch(REPO, tmp_path / "out", policy=IMPATIENT, max_workers=1)
-    marks = [json.loads(line) for line in (tmp_path / "out" / LEDGER_FOLDER / "done.jsonl").read_bytes().split(b"\n") if line]
+    marks = [
+        json.loads(line) for line in (tmp_path / "out" / LEDGER_FOLDER / "done.jsonl").read_bytes().split(b"\n") if line
+    ]
     assert [mark["synced"] for mark in marks if mark["file"] == SHARD and "synced" in mark] == [0, 60_000]
     partial = partial_path(tmp_path / "out" / LEDGER_FOLDER, SHARD)
     data = partial.read_bytes()
