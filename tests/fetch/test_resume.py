@@ -236,7 +236,7 @@ def test_an_unfinished_different_job_is_refused(hub: StandIn, tmp_path: Path, cl
     with pytest.raises(RemoteError):
         fetch(REPO, tmp_path / "out", policy=IMPATIENT, clock=clock)
     hub.faults.clear()
-    with pytest.raises(UsageError, match="unfinished work of another command: fetch org/mini$"):
+    with pytest.raises(UsageError, match=r"unfinished work of another command: fetch org/mini$"):
         fetch(REPO, tmp_path / "out", layers="0-1")
     fetch(REPO, tmp_path / "out", include=["config.json"])  # another choice of files is the same job
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"config.json", "k3tool-manifest.json"}
