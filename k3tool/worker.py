@@ -140,7 +140,7 @@ class StepRunner:
         first = min(cut.offset for cut in cuts)
         span = max(cut.offset + cut.width for cut in cuts) - first  # bytes of a row that someone wants
         pitch, rows = cuts[0].pitch, cuts[0].rows
-        by_row = span > len(self._in) or (pitch - span > LOCAL_GAP and self._reader.source.local_path("") is not None)
+        by_row = span > len(self._in) or (pitch - span > LOCAL_GAP and self._reader.is_local)
         if by_row:
             self._scatter_rows([sink for sink, _ in wanted], place.shard, place.offset, cuts)
             return
@@ -310,6 +310,9 @@ def _head(job: FileJob) -> bytes:
 
 def _shared(steps: Sequence[Step]) -> Iterator[list[int]]:
     """Indices of steps that are to be done in one reading: cuts of the same rows, or the very same range."""
+    if len(steps) == 1:
+        yield [0]
+        return
     groups: dict[Any, list[int]] = {}
     for index, step in enumerate(steps):
         key: Any = index

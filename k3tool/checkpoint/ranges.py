@@ -24,6 +24,7 @@ class Reader:
 
     def __init__(self, source: Source, buffer_bytes: int) -> None:
         self.source = source
+        self.is_local = source.local_path("") is not None
         self.read_bytes = 0
         self._open: dict[str, int] = {}
         self._seen: dict[str, tuple[Path, os.stat_result]] = {}
@@ -39,20 +40,21 @@ class Reader:
 
     def read_into(self, shard: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer`. Raises CheckpointMissing, CheckpointCorrupt (short data)."""
-        path = self.source.local_path(shard)
-        if path is not None:
-            read_exactly(self._descriptor(shard, path), offset, buffer, where=str(path))
+        if self.is_local:
+            read_exactly(self._descriptor(shard), offset, buffer, where=f"{self.source.label}/{shard}")
             self.read_bytes += len(buffer)
             return
         while len(buffer):
             got = self._from_window(shard, offset, buffer)
             offset, buffer = offset + got, buffer[got:]
 
-    def _descriptor(self, shard: str, path: Path) -> int:
+    def _descriptor(self, shard: str) -> int:
         descriptor = self._open.pop(shard, None)
         if descriptor is None:
             if len(self._open) >= OPEN_FILES:
                 os.close(self._open.pop(next(iter(self._open))))
+            path = self.source.local_path(shard)
+            assert path is not None, "a source is local as a whole or not at all"
             try:
                 descriptor = os.open(path, os.O_RDONLY)
             except OSError:

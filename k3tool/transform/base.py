@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 from k3tool.catalog import count
@@ -48,22 +49,12 @@ class Region(NamedTuple):
     @property
     def rows(self) -> Blocks:
         """Where its bytes are, counted from the tensor's first byte: one row for each index above the axis."""
-        bits = dtype_bits(self.dtype)
-        inner = count(self.shape[self.axis + 1 :]) * bits
-        extent = self.shape[self.axis] if self.shape else 1
-        assert inner * self.start % 8 == 0 and inner * self.stop % 8 == 0, "a cut inside a byte"
-        return Blocks(
-            self.start * inner // 8, self.size * inner // 8, extent * inner // 8, count(self.shape[: self.axis])
-        )
+        return _rows(*self[1:])
 
     @property
     def blocks(self) -> Blocks:
         """The same with rows that touch each other joined: one row where the region is one plain byte range."""
-        rows = self.rows
-        if rows.width != rows.pitch:
-            return rows
-        length = rows.width * rows.rows
-        return Blocks(rows.offset, length, length, 1)
+        return _blocks(*self[1:])
 
     @property
     def nbytes(self) -> int:
@@ -78,6 +69,23 @@ class Blocks(NamedTuple):
     width: int
     pitch: int
     rows: int
+
+
+@lru_cache(maxsize=4096)
+def _rows(dtype: str, shape: tuple[int, ...], axis: int, start: int, stop: int) -> Blocks:
+    inner = count(shape[axis + 1 :]) * dtype_bits(dtype)
+    extent = shape[axis] if shape else 1
+    assert inner * start % 8 == 0 and inner * stop % 8 == 0, "a cut inside a byte"
+    return Blocks(start * inner // 8, (stop - start) * inner // 8, extent * inner // 8, count(shape[:axis]))
+
+
+@lru_cache(maxsize=4096)
+def _blocks(dtype: str, shape: tuple[int, ...], axis: int, start: int, stop: int) -> Blocks:
+    rows = _rows(dtype, shape, axis, start, stop)
+    if rows.width != rows.pitch:
+        return rows
+    length = rows.width * rows.rows
+    return Blocks(rows.offset, length, length, 1)
 
 
 class Zeros(NamedTuple):

@@ -257,11 +257,12 @@ class Resharder:
 
     def cuts(self, name: TensorName, rule: Rule, kind: Kind) -> tuple[Cut, Cut]:
         """How the source and the target divide a tensor."""
-        key = (self.splitter.role(name), name.part, kind)
-        if key not in self._cuts:
+        key = (rule, name.part, kind)
+        found = self._cuts.get(key)
+        if found is None:
             here = self.splitter.cut(name, rule, kind, self.form.layout.tp)
-            self._cuts[key] = (here, self.splitter.cut(name, rule, kind, self.target.tp))
-        return self._cuts[key]
+            found = self._cuts[key] = (here, self.splitter.cut(name, rule, kind, self.target.tp))
+        return found
 
     def rule(self, name: TensorName) -> Rule:
         rule = self.splitter.rule(name)

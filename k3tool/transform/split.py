@@ -197,9 +197,10 @@ class Splitter:
         if name.layer is not None and name.layer >= self.config.num_layers:
             return None
         role = self.role(name)
-        if role not in self._rules:
-            self._rules[role] = self._rule(*role)
-        return self._rules[role]
+        try:
+            return self._rules[role]
+        except KeyError:
+            return self._rules.setdefault(role, self._rule(*role))
 
     def _rule(self, kind: str, module: str) -> Rule | None:
         if kind == "global" and module.startswith(("vision_tower.", "mm_projector.")):
