@@ -1,0 +1,284 @@
+"""Quantize a checkpoint, and reshard it in the same pass: plan, carry out, measure, and describe what is stored.
+
+`prepare` makes the plan and writes nothing; `quantize` carries it out. Exactness and errors are known before the
+index and the configuration are written, so that a broken bound leaves no checkpoint behind.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from k3tool.checkpoint.reader import CONFIG_NAME
+from k3tool.checkpoint.source import Source
+from k3tool.config import K3Config
+from k3tool.errors import CheckFailed, UsageError
+from k3tool.events import SILENT, Progress
+from k3tool.execute import Options, Report, SmallFile, execute
+from k3tool.layout import Layout
+from k3tool.names import component_of, parse_name
+from k3tool.reshard import Prepared, Request, closing_files
+from k3tool.reshard import prepare as prepare_reshard
+from k3tool.transform import quantize_config, quantize_report
+from k3tool.transform.base import TensorOut
+from k3tool.transform.forms import Opened
+from k3tool.transform.quantize import QuantizedForm, QuantizingResharder
+from k3tool.transform.quantize_config import Section
+from k3tool.transform.quantize_policy import COMPONENTS, Policy, make_policy
+from k3tool.transform.reshard import Form, Resharder
+from k3tool.transform.split import Splitter
+
+REPORT_NAME = "k3tool-quantization.json"
+CARD_NAME = "README.md"
+SOURCE_CARD_NAME = "README.source.md"
+SCALES = ("search", "plain")
+
+
+@dataclass
+class Change:
+    """A policy as what `k3tool.reshard.prepare` lets ride along."""
+
+    policy: Policy
+    search: bool = True
+    exact: bool = False
+    section: Section | None = None
+    quantized: QuantizedForm | None = None
+    bytes_in: int = 0
+    untouched: dict[str, int] = field(default_factory=dict)
+    command: str = "quantize"
+
+    @property
+    def options(self) -> str:
+        said = [
+            f"--{name} {self.policy.components[name].scheme}" for name in COMPONENTS if name in self.policy.components
+        ]
+        if self.policy.rules:
+            said.append(f"--recipe ({len(self.policy.rules)} rules)")
+        if not self.search:
+            said.append("--scales plain")
+        return " ".join(said)
+
+    @property
+    def description(self) -> Mapping[str, Any]:
+        return {"quantize": self.policy.as_json(), "scales": "search" if self.search else "plain"}
+
+    def form(self, opened: Opened) -> Form:
+        quantized = QuantizedForm(opened.form, opened.splitter, self.policy)
+        self._check_rules(quantized)
+        summary = quantize_config.summarize(quantized.items())
+        self.section = quantize_config.section(summary)
+        document = quantize_config.rewrite(opened.form.config.raw, self.section)
+        quantized.config = K3Config.from_dict(document, where="the new config.json")
+        self.quantized = quantized
+        self._count(quantized, summary)
+        return quantized
+
+    def _check_rules(self, quantized: QuantizedForm) -> None:
+        for rule in self.policy.rules:
+            names = (parse_name(text) for text, _ in quantized.inner.items())
+            if not any(name is not None and rule.covers(name.module_path, name) for name in names):
+                raise UsageError(
+                    f"rule {rule.match!r} of the recipe covers no module",
+                    hint="k3tool inspect --tensors shows the names; patterns after re: match from the start",
+                )
+
+    def _count(self, quantized: QuantizedForm, matrices: Container[str]) -> None:
+        """Source bytes, and how many matrices of each component are carried as they are."""
+        kept: dict[str, set[str]] = defaultdict(set)
+        for text, kind in quantized.inner.items():
+            self.bytes_in += TensorOut(text, kind.dtype, kind.shape).nbytes
+            name = parse_name(text)
+            if name is not None and name.module in matrices and name.module_path not in quantized.changing:
+                kept[component_of(name)].add(name.module_path)
+        self.untouched = {component: len(paths) for component, paths in kept.items()}
+
+    def resharder(self, form: Form, splitter: Splitter, target: Layout) -> Resharder:
+        assert isinstance(form, QuantizedForm)
+        return QuantizingResharder(form, splitter, target, search=self.search, exact=self.exact)
+
+
+@dataclass(frozen=True)
+class PreparedQuantization:
+    """A job ready to run: the resharding with the change that rides along."""
+
+    prepared: Prepared
+    change: Change
+
+    @property
+    def readers(self) -> str:
+        """One line: what can read the result."""
+        assert self.change.section is not None
+        return self.change.section.readers
+
+    @property
+    def bytes_out(self) -> int:
+        return self.prepared.record.total_size
+
+    def as_json(self) -> dict[str, Any]:
+        """What `--dry-run` shows."""
+        assert self.change.quantized is not None
+        planned: dict[str, dict[str, Any]] = {}
+        for path, converting in self.change.quantized.changing.items():
+            component = component_of(parse_name(path + ".weight"))
+            entry = planned.setdefault(component, {"from": converting.scheme, "scheme": "", "tensors": 0})
+            scheme = converting.choice.scheme
+            entry["scheme"] = scheme if entry["scheme"] in ("", scheme) else "mixed"
+            entry["tensors"] += 1
+        return {
+            **self.prepared.as_json(),
+            "bytes_in": self.change.bytes_in,
+            "bytes_out": self.bytes_out,
+            "components": planned,
+            "readers": self.readers,
+            "step_memory_bytes": self.prepared.plan.step_bytes,
+        }
+
+
+@dataclass
+class QuantizeResult:
+    """The outcome. rows: one per module that was converted."""
+
+    job: PreparedQuantization
+    report: Report
+    rows: list[quantize_report.Row]
+
+    @property
+    def components(self) -> dict[str, dict[str, Any]]:
+        return quantize_report.by_component(self.rows, self.job.change.untouched)
+
+    def as_json(self) -> dict[str, Any]:
+        prepared = self.job.prepared
+        return {
+            "bytes_in": self.job.change.bytes_in,
+            "bytes_out": self.job.bytes_out,
+            "components": self.components,
+            "readers": self.job.readers,
+            "layout": prepared.layout.as_json(),
+            "form": prepared.request.form,
+            "ranks": prepared.ranks_json(self.report.files),
+            "complete": self.report.complete,
+            "files_kept": len(self.report.kept),
+            "bytes_read": self.report.bytes_read,
+            "bytes_written": self.report.bytes_written,
+            "seconds": round(self.report.seconds, 3),
+            "workers": self.report.workers,
+            "peak_memory_bytes": self.report.peak_memory_bytes,
+        }
+
+
+def prepare(
+    source: str | Path | Source,
+    policy: Policy,
+    *,
+    request: Request | None = None,
+    scales: str = "search",
+    exact: bool = False,
+) -> PreparedQuantization:
+    """Plan from names, shapes and dtypes. Writes nothing.
+
+    Raises what `k3tool.reshard.prepare` raises, UnsupportedError (14) for a scheme that a tensor cannot have or that
+    would quantize it twice, UsageError (2) for a rule that covers nothing or experts that would differ in a layer.
+    """
+    if scales not in SCALES:
+        raise UsageError(f"unknown way to choose scales {scales!r}", hint=f"write {' or '.join(SCALES)}")
+    change = Change(policy, search=scales == "search", exact=exact)
+    return PreparedQuantization(prepare_reshard(source, request or Request(gpus=1, form="hf"), change), change)
+
+
+def quantize(
+    source: str | Path | Source,
+    dest: str | Path,
+    *,
+    experts: str | None = None,
+    latent: str | None = None,
+    shared: str | None = None,
+    attention: str | None = None,
+    recipe: str | Path | None = None,
+    scales: str = "search",
+    exact: bool = False,
+    max_rel_error: float | None = None,
+    request: Request | None = None,
+    options: Options | None = None,
+    progress: Progress = SILENT,
+) -> QuantizeResult:
+    """Write `source` into `dest` with the components named in other schemes (None: what the recipe says, else kept).
+
+    request: layout and shard sizes; by default one Hugging Face checkpoint. options: workers, memory, overwriting.
+    Raises what `prepare` and `k3tool.execute.execute` raise, and CheckFailed (1) where `exact` would change a value
+    or a component's relative error is beyond `max_rel_error`: then neither index nor configuration is written.
+    """
+    wanted = {"experts": experts, "latent": latent, "shared": shared, "attention": attention}
+    job = prepare(source, make_policy(wanted, recipe), request=request, scales=scales, exact=exact)
+    return carry_out(job, dest, max_rel_error=max_rel_error, options=options or Options(progress=progress))
+
+
+def carry_out(
+    job: PreparedQuantization, dest: str | Path, *, max_rel_error: float | None = None, options: Options
+) -> QuantizeResult:
+    """The second half of `quantize`, for those who looked at the plan first."""
+    prepared = job.prepared
+    wanted = {item.path for item in prepared.wanted}
+    report = execute(
+        prepared.plan,
+        prepared.opened.form.tensors,
+        Path(dest),
+        closing=lambda report: _closing(job, report, max_rel_error),
+        options=replace(options, summarize=list),
+        only=None if prepared.request.ranks is None else lambda item: item.path in wanted,
+        manifest={"quantization": job.change.policy.as_json()},
+        revision=getattr(prepared.opened.source, "revision", None),
+    )
+    return QuantizeResult(job, report, quantize_report.rows_of(report.notes))
+
+
+def _closing(job: PreparedQuantization, report: Report, max_rel_error: float | None) -> Iterator[SmallFile]:
+    """The gate, then the report, further files of the section, what resharding closes with, the configuration last."""
+    rows = quantize_report.rows_of(report.notes)
+    components = quantize_report.by_component(rows, job.change.untouched)
+    _check(components, max_rel_error)
+    assert job.change.section is not None
+    yield SmallFile(REPORT_NAME, _json(_document(job, rows, components)))
+    for name, document in job.change.section.files.items():
+        yield SmallFile(name, _json(document))
+    for small in closing_files(job.prepared, report):
+        if small.path == CONFIG_NAME:
+            small = SmallFile(CONFIG_NAME, _json(job.prepared.opened.form.config.raw))
+        yield small
+
+
+def _check(components: Mapping[str, Mapping[str, Any]], max_rel_error: float | None) -> None:
+    for name, entry in components.items():
+        if max_rel_error is not None and entry["relative_error"] > max_rel_error:
+            worst = f", worst {entry['worst'][0]}" if entry["worst"] else ""
+            raise CheckFailed(
+                f"{name} as {entry['scheme']}: relative error {entry['relative_error']:.4g} is beyond "
+                f"--max-rel-error {max_rel_error:g}{worst}",
+                hint="choose another scheme with --overwrite, or run again with a wider bound: nothing is computed twice",
+                component=name,
+                expected=max_rel_error,
+                found=entry["relative_error"],
+            )
+
+
+def _document(
+    job: PreparedQuantization, rows: list[quantize_report.Row], components: Mapping[str, Any]
+) -> dict[str, Any]:
+    return {
+        "source": job.prepared.opened.source.label,
+        "policy": job.change.policy.as_json(),
+        "scales": "search" if job.change.search else "plain",
+        "readers": job.readers,
+        "bytes_in": job.change.bytes_in,
+        "bytes_out": job.bytes_out,
+        "components": components,
+        "layers": quantize_report.by_layer(rows),
+        "changed_tensors": quantize_report.changed_rows(rows),
+    }
+
+
+def _json(document: Any) -> bytes:
+    return json.dumps(document, indent=2, ensure_ascii=False).encode() + b"\n"

@@ -1,0 +1,353 @@
+"""From one storage format to another on the way: which tensors a checkpoint will hold, and the steps that make them.
+
+`QuantizedForm` shows a source as it will be stored; `QuantizingResharder` makes each rank's share of it. A module that
+changes is read whole, converted by `k3tool.formats.convert`, and cut afterwards, so that every layout holds the same
+values. What is not to change is carried as it is.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from k3tool import formats
+from k3tool.checkpoint.table import Kind, Tensors
+from k3tool.config import K3Config
+from k3tool.errors import CheckFailed, CheckpointCorrupt, UnsupportedError, UsageError
+from k3tool.layout import Layout
+from k3tool.names import TensorName, parse_name
+from k3tool.plan import FileJob, LazySteps
+from k3tool.transform.base import Applied, Compute, Region, Step, TensorOut
+from k3tool.transform.quantize_policy import Choice, Policy
+from k3tool.transform.reshard import Form, Resharder
+from k3tool.transform.split import Cut, Rule, Splitter, parsed, unit_of
+
+NATIVE = ("mxfp4", "bf16", "f16", "f32")  # may become anything; other schemes may only be decoded
+_DTYPES = {"bf16": "BF16", "f16": "F16", "f32": "F32"}
+_PARTNERS = {"w1": "w13", "w3": "w13", "gate_proj": "gate_up", "up_proj": "gate_up"}  # engines fuse these
+SCRATCH_BYTES = 16 << 20  # tables, indices and one tile of float32 rows
+
+
+class Converting(NamedTuple):
+    """One kind of module that changes: as stored, and as it will be. Shared by all modules that are alike."""
+
+    scheme: str
+    shape: tuple[int, int]
+    parts: tuple[tuple[str, Kind], ...]
+    choice: Choice
+    outputs: tuple[tuple[str, Kind], ...]
+
+
+class QuantizedForm:
+    """Another form, with the modules that `policy` names in their new storage."""
+
+    def __init__(self, form: Form, splitter: Splitter, policy: Policy) -> None:
+        self.inner = form
+        self.config: K3Config = form.config
+        self.layout = form.layout
+        self.policy = policy
+        self.splitter = splitter
+        self.changing: dict[str, Converting] = {}
+        self.kept: dict[str, str] = {}  # module path to scheme, of modules that were named but are so already
+        self._find()
+
+    @property
+    def tensors(self) -> Tensors:
+        return self.inner.tensors
+
+    def padding_is_ours(self) -> bool:
+        return self.inner.padding_is_ours()
+
+    def regions(self, name: TensorName, kind: Kind, rule: Rule, first: int, last: int) -> tuple[Region, ...]:
+        return self.inner.regions(name, kind, rule, first, last)
+
+    def one(self, name: TensorName, kind: Kind, rule: Rule) -> Region:
+        return self.inner.one(name, kind, rule)
+
+    def _find(self) -> None:
+        """Which modules change. Raises what makes the job impossible, before anything is written."""
+        found: dict[str, tuple[tuple[str, Kind], ...]] = {}
+        names: dict[str, TensorName] = {}
+        interned: dict[Any, Any] = {}
+        for text, kind in self.inner.items():
+            name = parse_name(text)
+            if name is None or self.policy.choice(name).scheme == "keep":
+                continue
+            path = name.module_path
+            names.setdefault(path, name)
+            parts = (*found.get(path, ()), (sys.intern(name.part), kind))
+            found[path] = interned.setdefault(parts, parts)
+        for path, parts in found.items():
+            converting = self._converting(path, names[path], parts)
+            if converting is not None:
+                self.changing[path] = interned.setdefault(converting, converting)
+        self._check_experts()
+
+    def _converting(self, path: str, name: TensorName, parts: tuple[tuple[str, Kind], ...]) -> Converting | None:
+        choice = self.policy.choice(name)
+        specs = dict(parts)
+        if not any(part.startswith("weight") for part in specs) or _is_vector(specs):
+            if any(rule.match == path for rule in self.policy.rules):
+                raise UnsupportedError(f"{path} is no matrix, so {choice.scheme} does not apply", hint="leave it out")
+            return None
+        scheme = formats.detect(specs, where=path)
+        shape = formats.logical_shape(scheme, specs)
+        if scheme == choice.scheme and choice.group_size is None:
+            self.kept[path] = scheme
+            return None
+        if scheme not in NATIVE and choice.scheme != "bf16":
+            raise UnsupportedError(
+                f"{path} is stored as {scheme} already: {choice.scheme} would quantize it twice",
+                hint=f"start from the release, keep {scheme}, or decode it first with bf16",
+            )
+        if shape is None:
+            shape = self._logical_shape(path)
+        formats.check_shape(choice.scheme, shape, group_size=choice.group_size, where=path)
+        outputs = formats.stored_tensors(
+            choice.scheme, shape, group_size=choice.group_size, dtype=_DTYPES.get(scheme, self.config.dtype)
+        )
+        made = tuple((part, Kind(dtype, size)) for part, (dtype, size) in outputs.items())
+        rows, columns = shape
+        return Converting(scheme, (rows, columns), tuple(sorted(parts)), choice, made)
+
+    def _logical_shape(self, path: str) -> tuple[int, ...]:
+        """[out, in] that the configuration implies, for storage that does not tell it (nf4, fp4)."""
+        from k3tool.catalog import catalog
+
+        for entry in catalog(self.config).entries:
+            if entry.name.startswith(path + ".weight"):
+                return (entry.shape[0], entry.shape[1] * 2) if entry.dtype == "U8" else entry.shape
+        raise CheckpointCorrupt(f"{path} is no module that this configuration implies", hint="k3tool inspect lists it")
+
+    def _check_experts(self) -> None:
+        """All experts of a layer must end up alike: engines stack them. Raises UsageError naming the layer."""
+        if not any(".experts." in path for path in self.changing):
+            return
+        made: dict[int, dict[tuple[Any, ...], str]] = defaultdict(dict)
+        for text, _ in self.inner.items():
+            name = parse_name(text)
+            if name is not None and name.layer is not None and name.expert is not None:
+                converting = self.changing.get(name.module_path)
+                key = ("kept",) if converting is None else (converting.choice, converting.scheme)
+                made[name.layer].setdefault(key, name.module_path)
+                if len(made[name.layer]) > 1:
+                    one, other = made[name.layer].values()
+                    raise UsageError(
+                        f"layer {name.layer}: {one} and {other} would be stored differently",
+                        hint="give all routed experts of a layer the same scheme",
+                    )
+
+    def items(self) -> Iterator[tuple[str, Kind]]:
+        """Every tensor as it will be; what replaces a module comes where its first part stood."""
+        seen: set[str] = set()
+        for text, kind in self.inner.items():
+            name = parse_name(text)
+            converting = self.changing.get(name.module_path) if name else None
+            if name is None or converting is None:
+                yield text, kind
+            elif name.module_path not in seen:
+                seen.add(name.module_path)
+                for part, made in converting.outputs:
+                    yield f"{name.module_path}.{part}", made
+
+    def kind(self, name: str) -> Kind:
+        found = parsed(name)
+        converting = self.changing.get(found.module_path)
+        if converting is None:
+            return self.inner.kind(name)
+        return dict(converting.outputs)[found.part]
+
+
+class QuantizingResharder(Resharder):
+    """Steps of a quantized form: modules that change are made in one step with those that share a scale."""
+
+    def __init__(self, form: QuantizedForm, splitter: Splitter, target: Layout, *, search: bool, exact: bool) -> None:
+        super().__init__(form, splitter, target)
+        self.quantized = form
+        self.search = search
+        self.exact = exact
+
+    def job(self, path: str, names: Sequence[str], size: int, *, tp_rank: int = 0, batch: str = "") -> FileJob:
+        items = self._items(names)
+        read = memory = 0
+        measured: dict[Any, tuple[int, int]] = {}
+        for item in items:
+            if isinstance(item, str):
+                kind = self.form.kind(item)
+                read += TensorOut(item, kind.dtype, kind.shape).nbytes
+                continue
+            alike = tuple(self.quantized.changing[module] for module in item)
+            if alike not in measured:
+                step = self._convert(item, tp_rank)
+                measured[alike] = (sum(region.nbytes for region in step.needs), step.memory_bytes)
+            read += measured[alike][0]
+            memory = max(memory, measured[alike][1])
+        return FileJob(path, LazySteps(items, partial(self._step, tp_rank=tp_rank)), size, read, memory, batch=batch)
+
+    def _items(self, names: Sequence[str]) -> list[str | tuple[str, ...]]:
+        """Names that are carried, and groups of module paths that are converted together, unit by unit."""
+        items: list[str | tuple[str, ...]] = []
+        for _, run in groupby(names, key=unit_of):
+            groups: dict[str, list[str]] = {}
+            for text in run:
+                path = parsed(text).module_path
+                converting = self.quantized.changing.get(path)
+                if converting is None:
+                    items.append(text)
+                    continue
+                leaf = path.rpartition(".")[2]
+                shares = converting.choice.scheme.startswith("nvfp4")
+                group = groups.setdefault(_PARTNERS.get(leaf, leaf) if shares else leaf, [])
+                if path not in group:
+                    group.append(path)
+            items.extend(tuple(group) for group in groups.values())
+        return items
+
+    def _step(self, item: str | tuple[str, ...], tp_rank: int) -> Step:
+        return self.step(item, tp_rank) if isinstance(item, str) else self._convert(item, tp_rank)
+
+    def _convert(self, paths: Sequence[str], tp_rank: int) -> Compute:
+        needs: list[Region] = []
+        outputs: list[TensorOut] = []
+        works: list[Work] = []
+        for path in paths:
+            converting = self.quantized.changing[path]
+            inputs = []
+            for part, kind in converting.parts:
+                regions, axis = self._source(f"{path}.{part}", kind)
+                inputs.append(Input(part, kind, tuple(_extents(region) for region in regions), axis))
+                needs.extend(regions)
+            cuts = []
+            for part, kind in converting.outputs:
+                cut, axis, first, last = self._cut(f"{path}.{part}", kind, tp_rank)
+                cuts.append((part, axis, first, last))
+                outputs.append(TensorOut(f"{path}.{part}", kind.dtype, cut.shape(kind.shape)))
+            works.append(Work(path, converting, tuple(inputs), tuple(cuts)))
+        transform = Convert(tuple(works), self.config_dtype(works[0]), search=self.search, exact=self.exact)
+        return Compute(tuple(outputs), tuple(needs), transform, SCRATCH_BYTES)
+
+    def config_dtype(self, work: Work) -> str:
+        return _DTYPES.get(work.converting.scheme, self.form.config.dtype)
+
+    def _source(self, text: str, kind: Kind) -> tuple[tuple[Region, ...], int]:
+        """All of a stored tensor of the source, and the axis along which its regions join."""
+        name = parsed(text)
+        rule = self.rule(name)
+        here = self.splitter.cut(name, rule, kind, self.form.layout.tp)
+        if here.axis is None or self.form.layout.tp == 1:
+            return (self.form.one(name, kind, rule),), 0
+        return self.form.regions(name, kind, rule, 0, here.content), here.axis
+
+    def _cut(self, text: str, kind: Kind, tp_rank: int) -> tuple[Cut, int | None, int, int]:
+        name = parsed(text)
+        rule = self.rule(name)
+        cut = self.splitter.cut(name, rule, kind, self.target.tp)
+        if name.part == "weight_shape" and rule.axis is not None and self.target.tp > 1:
+            return cut, rule.axis, 0, self.target.tp
+        if cut.axis is None:
+            return cut, None, 0, 0
+        first, last = cut.window(tp_rank)
+        if cut.kept != last - first:
+            raise UnsupportedError(
+                f"{text} would need padding at TP {self.target.tp}", hint="quantize with --tp 1, then reshard"
+            )
+        return cut, cut.axis, first, last
+
+
+class Input(NamedTuple):
+    """One stored part: its kind, the shapes of the regions that hold it, and the axis along which they join."""
+
+    part: str
+    kind: Kind
+    shapes: tuple[tuple[int, ...], ...]
+    axis: int
+
+
+class Work(NamedTuple):
+    """One module: what it is made from, and for each output (part, axis, first, last) what a rank keeps of it."""
+
+    path: str
+    converting: Converting
+    inputs: tuple[Input, ...]
+    cuts: tuple[tuple[str, int | None, int, int], ...]
+
+
+@dataclass(frozen=True)
+class Convert:
+    """Modules that share what their format shares, from stored bytes to stored bytes.
+
+    Measures each: [path, scheme before, scheme after, out, in, `Measured` as JSON]. exact: raises CheckFailed
+    rather than change a value.
+    """
+
+    works: tuple[Work, ...]
+    dtype: str
+    search: bool
+    exact: bool
+
+    def describe(self) -> str:
+        return f"{self.works[0].converting.scheme} to {self._target().describe()}"
+
+    def _target(self) -> Any:
+        from k3tool.formats.convert import Target
+
+        choice = self.works[0].converting.choice
+        return Target(choice.scheme, choice.group_size, self.dtype, self.search)
+
+    def apply(self, inputs: Sequence[Any]) -> Applied:
+        from k3tool.formats.convert import Stored, convert
+
+        remaining = iter(inputs)
+        sources = [
+            Stored(w.path, w.converting.scheme, {i.part: _assemble(i, remaining) for i in w.inputs}, w.converting.shape)
+            for w in self.works
+        ]
+        outputs: list[Any] = []
+        rows: list[list[Any]] = []
+        for work, made in zip(self.works, convert(sources, self._target()), strict=True):
+            if self.exact and not made.measured.exact:
+                raise CheckFailed(
+                    f"{work.path}: {work.converting.choice.scheme} changes values "
+                    f"(relative error {made.measured.relative_error:.3g}), and --exact was asked for",
+                    hint="keep this component, choose a scheme that holds it, or leave --exact out",
+                    tensor=work.path,
+                )
+            outputs.extend(_kept(made.parts, part, axis, first, last) for part, axis, first, last in work.cuts)
+            converting = work.converting
+            rows.append([work.path, converting.scheme, converting.choice.scheme, *made.measured.as_json()])
+        return Applied(outputs, rows)
+
+
+def _assemble(wanted: Input, inputs: Iterator[Any]) -> Any:
+    import numpy as np
+
+    views = [formats.view(memoryview(next(inputs)), wanted.kind.dtype, shape) for shape in wanted.shapes]
+    return views[0] if len(views) == 1 else np.concatenate(views, axis=wanted.axis)
+
+
+def _kept(parts: Mapping[str, Any], part: str, axis: int | None, first: int, last: int) -> Any:
+    """The bytes that a rank stores of one part: [first, last) along axis, all of it without one. A `weight_shape` holds
+    the extent of one of `last` equal shares."""
+    import numpy as np
+
+    array = parts[part]
+    if part == "weight_shape" and axis is not None:
+        array = array.copy()
+        array[axis] //= last
+    elif axis is not None:
+        array = array[first:last] if axis == 0 else array[:, first:last]
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _extents(region: Region) -> tuple[int, ...]:
+    return (*region.shape[: region.axis], region.size, *region.shape[region.axis + 1 :]) if region.shape else ()
+
+
+def _is_vector(specs: Mapping[str, Kind]) -> bool:
+    """A module of one `weight` that is no matrix: norms, convolutions, patch embeddings."""
+    return set(specs) == {"weight"} and len(specs["weight"].shape) != 2

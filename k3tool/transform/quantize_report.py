@@ -1,0 +1,124 @@
+"""What a quantization did, from the rows that its steps measured: by component, by layer, tensor by tensor."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from k3tool.formats.measure import Measured, total
+from k3tool.names import component_of, parse_name
+
+WORST = 5
+
+
+class Row(NamedTuple):
+    """One module: path, component and layer, scheme before and after, what the change did."""
+
+    path: str
+    component: str
+    layer: int | None
+    before: str
+    after: str
+    measured: Measured
+
+    def as_json(self) -> dict[str, Any]:
+        m = self.measured
+        return {
+            "name": self.path,
+            "component": self.component,
+            "layer": self.layer,
+            "from": self.before,
+            "to": self.after,
+            "exact": m.exact,
+            "relative_error": finite(m.relative_error),
+            "max_error": finite(m.peak),
+            "sqnr_db": m.sqnr_db,
+            "cosine": finite(m.cosine),
+        }
+
+
+def rows_of(notes: Mapping[str, Any]) -> list[Row]:
+    """The rows in a ledger's notes (file to what its steps measured), each module once: ranks may share some."""
+    found: dict[str, Row] = {}
+    for steps in notes.values():
+        for rows in steps or ():
+            for path, before, after, *sums in rows:
+                if path not in found:
+                    name = parse_name(path + ".weight")
+                    layer = name.layer if name else None
+                    found[path] = Row(path, component_of(name), layer, before, after, Measured.from_json(sums))
+    return list(found.values())
+
+
+def by_component(rows: Iterable[Row], untouched: Mapping[str, int] | None = None) -> dict[str, dict[str, Any]]:
+    """The report of `--json`. untouched: component to modules that were carried as they are."""
+    grouped: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        grouped[row.component].append(row)
+    left = dict(untouched or {})
+    document = {name: _component(held, left.pop(name, 0)) for name, held in sorted(grouped.items())}
+    for name, count in sorted(left.items()):
+        document[name] = {
+            "scheme": "keep",
+            "tensors": count,
+            "exact_tensors": count,
+            "relative_error": 0.0,
+            "max_error": 0.0,
+            "worst": [],
+        }
+    return document
+
+
+def _component(rows: list[Row], kept: int) -> dict[str, Any]:
+    schemes: dict[str, int] = defaultdict(int)
+    for row in rows:
+        schemes[row.after] += 1
+    if kept:
+        schemes["keep"] += kept
+    whole = total(row.measured for row in rows)
+    changed = sorted((row for row in rows if not row.measured.exact), key=lambda row: -row.measured.relative_error)
+    document: dict[str, Any] = {
+        "scheme": next(iter(schemes)) if len(schemes) == 1 else "mixed",
+        "tensors": len(rows) + kept,
+        "exact_tensors": len(rows) - len(changed) + kept,
+        "relative_error": finite(whole.relative_error),
+        "max_error": finite(whole.peak),
+        "sqnr_db": whole.sqnr_db,
+        "cosine": finite(whole.cosine),
+        "worst": [row.path for row in changed[:WORST]],
+    }
+    if len(schemes) > 1:
+        document["schemes"] = dict(sorted(schemes.items()))
+    return document
+
+
+def by_layer(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """Relative and largest error of each component in each layer, worst first."""
+    grouped: dict[tuple[str, int | None], list[Measured]] = defaultdict(list)
+    for row in rows:
+        grouped[row.component, row.layer].append(row.measured)
+    table = [
+        {
+            "component": component,
+            "layer": layer,
+            "tensors": len(measured),
+            "exact_tensors": sum(m.exact for m in measured),
+            "relative_error": finite(total(measured).relative_error),
+            "max_error": finite(max(m.peak for m in measured)),
+        }
+        for (component, layer), measured in grouped.items()
+    ]
+    return sorted(table, key=lambda entry: -entry["relative_error"])
+
+
+def changed_rows(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """Every module whose values changed, worst first."""
+    changed = [row for row in rows if not row.measured.exact]
+    return [row.as_json() for row in sorted(changed, key=lambda row: (-row.measured.relative_error, row.path))]
+
+
+def finite(value: float) -> float:
+    """JSON has no infinity: the largest number stands for it."""
+    return value if math.isfinite(value) else math.copysign(1.7976931348623157e308, value)
