@@ -229,7 +229,10 @@ class Session:
     def prefill(self, ids: Sequence[int], *, all_logits: bool = False, observe: Observer | None = None) -> Tensor:
         """Feed a prompt, or more of it: float32 logits [vocab] of the last token, or [T, vocab]. See `prefill`."""
         started = time.perf_counter()
-        logits = prefill(self.model, ids, self.cache, all_logits=all_logits, observe=observe, progress=self.progress)
+        with self.backend.use():
+            logits = prefill(
+                self.model, ids, self.cache, all_logits=all_logits, observe=observe, progress=self.progress
+            )
         self._synchronize()
         self.prefill_timing = self.prefill_timing.plus(len(ids), time.perf_counter() - started)
         return logits
@@ -238,7 +241,8 @@ class Session:
         """Feed one token: float32 logits [vocab]. Raises UsageError for an id outside the vocabulary."""
         check_ids(self.config, [token])
         started = time.perf_counter()
-        logits = decode_one_token(self.model, token, self.cache, observe)
+        with self.backend.use():
+            logits = decode_one_token(self.model, token, self.cache, observe)
         self._synchronize()
         self.decode_timing = self.decode_timing.plus(1, time.perf_counter() - started)
         return logits

@@ -1,21 +1,43 @@
-"""Which twin of the kernels runs: chosen once, from what was asked, the device, and what this version holds.
+"""Which twin of a kernel runs: decided from what was asked, the device, and what this version and machine hold.
 
-A kernel folder may hold `kernel.py`, the Triton twin of its `reference.py`. The choice is for all kernels together
-and carries its reason, so that a run can show it; a twin that is asked for and cannot run is refused, never replaced.
+A kernel folder holds `reference.py` (torch, any device) and may hold `kernel.py` (Triton) and `cpu.py` (compiled for
+this processor: how the reference backend runs where there is no GPU). Twins share names and signatures. A backend is
+chosen once for a run, with its reason, and holds while its `use` block is open; kernels ask `twin` for the function to
+call. A backend that is asked for and cannot run is refused, never replaced; a function for which it has no twin of
+its own runs as reference.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Literal
+from functools import cache
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from k3tool.errors import UnsupportedError, UsageError
+from k3tool.kernels import cpu as compiled
 
 BACKENDS = ("auto", "triton", "reference")
 KERNELS = ("attn_res", "conv", "kda", "linear", "mla", "moe", "mxfp4", "norm", "router")
+
+_active: ContextVar[str] = ContextVar("k3tool_backend", default="auto")
+
+
+@contextmanager
+def use(name: str) -> Iterator[None]:
+    """Kernels called inside (in this thread or task) run on this backend; "torch" allows the torch twins only."""
+    token = _active.set(name)
+    try:
+        yield
+    finally:
+        _active.reset(token)
 
 
 @dataclass(frozen=True)
@@ -25,7 +47,31 @@ class Backend:
     name: Literal["reference", "triton"]
     reason: str
 
+    def use(self) -> Any:
+        """A context in which kernels run on this backend."""
+        return use(self.name)
 
+
+def twin(kernel: str, function: str, x: Tensor) -> Callable[..., Any]:
+    """The function of `kernel` that runs on tensors like x under the active backend."""
+    return _find(kernel, function, x.device.type, _active.get())
+
+
+@cache
+def _find(kernel: str, function: str, device: str, backend: str) -> Callable[..., Any]:
+    wanted = ""
+    if device == "cuda" and backend in ("auto", "triton") and not _triton_problem(device):
+        wanted = "kernel"
+    elif device == "cpu" and backend in ("auto", "reference") and compiled.available():
+        wanted = "cpu"
+    if wanted and importlib.util.find_spec(f"k3tool.kernels.{kernel}.{wanted}"):
+        module = importlib.import_module(f"k3tool.kernels.{kernel}.{wanted}")
+        if hasattr(module, function):
+            return getattr(module, function)
+    return getattr(importlib.import_module(f"k3tool.kernels.{kernel}.reference"), function)
+
+
+@cache
 def triton_kernels() -> tuple[str, ...]:
     """The kernels that have a Triton twin in this version."""
     return tuple(name for name in KERNELS if importlib.util.find_spec(f"k3tool.kernels.{name}.kernel"))
@@ -37,7 +83,7 @@ def choose_backend(requested: str, device: torch.device) -> Backend:
         raise UsageError(f"unknown backend {requested!r}", hint=f"backends: {', '.join(BACKENDS)}")
     if requested == "reference":
         return Backend("reference", "asked for")
-    problem = _triton_problem(device)
+    problem = _triton_problem(device.type)
     if not problem:
         return Backend("triton", "asked for" if requested == "triton" else f"kernels for {device.type} are present")
     if requested == "triton":
@@ -45,14 +91,13 @@ def choose_backend(requested: str, device: torch.device) -> Backend:
     return Backend("reference", problem)
 
 
-def _triton_problem(device: torch.device) -> str:
-    if device.type != "cuda":
-        return f"Triton needs a GPU, the device is {device.type}"
+def _triton_problem(device: str) -> str:
+    """Why Triton cannot run on a device, or nothing."""
+    if device != "cuda":
+        return f"Triton needs a GPU, the device is {device}"
     if not triton_kernels():
         return "this version holds no Triton kernels"
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    return ""
+    return "" if importlib.util.find_spec("triton") else "Triton is not installed"
 
 
 def choose_device(requested: str) -> torch.device:

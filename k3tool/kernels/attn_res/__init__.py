@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from k3tool.kernels.attn_res import reference
+from k3tool.kernels.dispatch import twin
 
 __all__ = ["mix_blocks"]
 
@@ -18,4 +18,4 @@ def mix_blocks(values: Tensor, query: Tensor, eps: float) -> Tensor:
     """
     if values.dim() != 3 or values.shape[0] < 1 or query.shape != values.shape[2:]:
         raise ValueError(f"values {tuple(values.shape)} and query {tuple(query.shape)} do not fit")
-    return reference.mix_blocks(values, query, eps)
+    return twin("attn_res", "mix_blocks", values)(values, query, eps)

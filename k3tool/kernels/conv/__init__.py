@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from k3tool.kernels.conv import reference
+from k3tool.kernels.dispatch import twin
 
 __all__ = ["causal_conv"]
 
@@ -21,4 +21,4 @@ def causal_conv(x: Tensor, weight: Tensor, history: Tensor) -> Tensor:
         raise ValueError(f"x {tuple(x.shape)}, weight {tuple(weight.shape)}, history {tuple(history.shape)} do not fit")
     if history.dtype != x.dtype:
         raise ValueError(f"history must be {x.dtype}, found {history.dtype}")
-    return reference.causal_conv(x, weight, history)
+    return twin("conv", "causal_conv", x)(x, weight, history)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from k3tool.kernels.kda import reference
+from k3tool.kernels.dispatch import twin
 
 __all__ = ["kda"]
 
@@ -52,4 +52,4 @@ def kda(
             raise ValueError(f"{name} must be {shape}, found {tuple(tensor.shape)}")
     if state.dtype != torch.float32 or not state.is_contiguous():
         raise ValueError("state must be contiguous float32")
-    return reference.kda(q, k, v, f, b, a_log, dt_bias, state, lower_bound=lower_bound)
+    return twin("kda", "kda", q)(q, k, v, f, b, a_log, dt_bias, state, lower_bound=lower_bound)

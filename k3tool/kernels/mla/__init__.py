@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from k3tool.kernels.mla import reference
+from k3tool.kernels.dispatch import twin
 
 __all__ = ["mla"]
 
@@ -27,4 +27,4 @@ def mla(q: Tensor, cache: Tensor, kv_b: Tensor, *, key_dim: int) -> Tensor:
         raise ValueError(f"cache {tuple(cache.shape)} {cache.dtype} does not fit q {tuple(q.shape)} {q.dtype}")
     if q_heads != heads or not 0 < key_dim < rows or cache.shape[2] - latent != q_dim - key_dim:
         raise ValueError(f"q {tuple(q.shape)}, cache {tuple(cache.shape)}, kv_b {tuple(kv_b.shape)} do not fit")
-    return reference.mla(q, cache, kv_b, key_dim=key_dim)
+    return twin("mla", "mla", q)(q, cache, kv_b, key_dim=key_dim)

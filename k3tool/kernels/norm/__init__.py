@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from k3tool.kernels.norm import reference
+from k3tool.kernels.dispatch import twin
 
 __all__ = ["gated_rms_norm", "l2_normalize", "rms_norm"]
 
@@ -16,7 +16,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"weight {tuple(weight.shape)} does not fit x {tuple(x.shape)}")
-    return reference.rms_norm(x, weight, eps)
+    return twin("norm", "rms_norm", x)(x, weight, eps)
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -26,9 +26,9 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     """
     if weight.shape != x.shape[-1:] or gate.shape != x.shape:
         raise ValueError(f"x {tuple(x.shape)}, gate {tuple(gate.shape)}, weight {tuple(weight.shape)} do not fit")
-    return reference.gated_rms_norm(x, gate, weight, eps)
+    return twin("norm", "gated_rms_norm", x)(x, gate, weight, eps)
 
 
 def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
     """x [..., D] -> float32 `x / sqrt(sum(x^2) + eps)`: eps is added to the sum, not to the mean."""
-    return reference.l2_normalize(x, eps)
+    return twin("norm", "l2_normalize", x)(x, eps)

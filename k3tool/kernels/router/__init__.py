@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from k3tool.kernels.router import reference
+from k3tool.kernels.dispatch import twin
 
 __all__ = ["select_experts"]
 
@@ -34,6 +34,6 @@ def select_experts(
         raise ValueError(f"{topk_groups} groups of {experts // num_groups} experts hold fewer than {top_k}")
     if activation not in ("sigmoid", "softmax"):
         raise ValueError(f"activation must be sigmoid or softmax, found {activation!r}")
-    return reference.select_experts(
+    return twin("router", "select_experts", logits)(
         logits, bias, top_k, activation, renormalize, scaling_factor, num_groups, topk_groups
     )
