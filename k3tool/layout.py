@@ -256,9 +256,12 @@ def _fill(tp: int | None, ep: int | None, pp: int | None, rest: int) -> Layout:
 def _why(layout: Layout, free: list[str], count: int) -> str:
     if count == 1:
         return f"{layout} is the only possible layout for {layout.ranks} GPUs with what was given"
-    words = [f"TP {layout.tp} stays inside a node of {NODE_GPUS} and splits every large matrix"]
+    words: list[str] = []
+    if layout.tp > 1:
+        where = f"stays inside a node of {NODE_GPUS}" if layout.tp <= NODE_GPUS else f"goes beyond a node of {NODE_GPUS}"
+        words.append(f"TP {layout.tp} {where} and splits every large matrix")
     if layout.ep > 1:
         words.append(f"EP {layout.ep} deals out whole experts")
     if layout.pp > 1:
         words.append(f"PP {layout.pp} takes what neither can divide")
-    return f"chosen among {count} possible layouts ({', '.join(free)} free): {', '.join(words)}"
+    return f"chosen among {count} possible layouts ({', '.join(free)} free): {', '.join(words) or 'nothing is divided'}"
