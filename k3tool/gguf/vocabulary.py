@@ -7,16 +7,22 @@ makes up a token is given instead, which merges as ranks do but for rare ties.
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Iterator, Sequence
 from functools import cache
+from importlib import resources
 from itertools import pairwise
 
+from k3tool.checkpoint.source import Source
 from k3tool.config import K3Config
 from k3tool.errors import CheckpointCorrupt
 from k3tool.gguf.container import Value, flag, i32_list, text, text_list, u32
-from k3tool.tokenizer import Tokenizer
+from k3tool.tokenizer import TOKENIZER_CONFIG_NAME, Tokenizer
 
 PRE_TOKENIZER = "kimi-k2"  # llama.cpp's name for the rules by which K2 and K3 cut text into words
+TEMPLATE_NAME = "chat_template.jinja"
+MAX_TEMPLATE_BYTES = 1 << 20
 NORMAL, CONTROL, UNUSED = 1, 3, 5
 
 
@@ -67,7 +73,20 @@ def _all_pairs(tokens: Sequence[bytes], rank: dict[bytes, int]) -> Iterator[tupl
                 yield token[:cut], token[cut:]
 
 
-def tokenizer_keys(config: K3Config, tokenizer: Tokenizer) -> list[tuple[str, Value]]:
+def chat_template(source: Source) -> str:
+    """The source's own template where it has one, else that of k3tool: llama.cpp would take another model's format."""
+    files = source.files()
+    if 0 < files.get(TEMPLATE_NAME, 0) <= MAX_TEMPLATE_BYTES:
+        return source.read(TEMPLATE_NAME).decode("utf-8", errors="replace")
+    if TOKENIZER_CONFIG_NAME in files:
+        with contextlib.suppress(ValueError, RecursionError, AttributeError):
+            found = json.loads(source.read(TOKENIZER_CONFIG_NAME)).get("chat_template")
+            if isinstance(found, str) and found:
+                return found
+    return (resources.files("k3tool") / "data" / "kimi-k3.jinja").read_text(encoding="utf-8")
+
+
+def tokenizer_keys(config: K3Config, tokenizer: Tokenizer, template: str) -> list[tuple[str, Value]]:
     """Keys of a whole vocabulary. The end of generation is the configuration's (`<|end_of_msg|>`), not the
     tokenizer's, which ends documents; no beginning token is added to a prompt, as K3's own renderer adds none."""
     control = {token: name for name, token in tokenizer.control_ids.items()}
@@ -87,6 +106,7 @@ def tokenizer_keys(config: K3Config, tokenizer: Tokenizer) -> list[tuple[str, Va
         ("tokenizer.ggml.token_type", i32_list(kinds)),
         ("tokenizer.ggml.merges", text_list(pairs)),
         *_special_ids(config),
+        ("tokenizer.chat_template", text(template)),
     ]
 
 

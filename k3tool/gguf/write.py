@@ -26,7 +26,7 @@ from k3tool.gguf.container import TYPES, GgmlType, TensorInfo, Value, build_head
 from k3tool.gguf.mapping import GgufTensor, Types, gguf_tensors
 from k3tool.gguf.metadata import check_supported, model_keys
 from k3tool.gguf.report import REPORT_NAME, Changes, components, earlier_report, merge, report_file, summarize
-from k3tool.gguf.vocabulary import no_keys, number_keys, tokenizer_keys
+from k3tool.gguf.vocabulary import chat_template, no_keys, number_keys, tokenizer_keys
 from k3tool.plan import Copy, Plan, Step, TensorOut, Zeros, file_job, pack
 from k3tool.tokenizer import find_tokenizer
 
@@ -280,7 +280,7 @@ def _vocabulary(config: K3Config, source: Source, options: GgufOptions) -> tuple
         return number_keys(config), []
     tokenizer = find_tokenizer(source, config.vocab_size) if options.vocabulary == "auto" else None
     if tokenizer is not None:
-        return tokenizer_keys(config, tokenizer), []
+        return tokenizer_keys(config, tokenizer, chat_template(source)), []
     missing = [f"{source.label} has no tokenizer: llama.cpp will load the file but cannot generate text with it"]
     return no_keys(), missing if options.vocabulary == "auto" else []
 
