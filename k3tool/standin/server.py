@@ -291,16 +291,23 @@ class Handler(BaseHTTPRequestHandler):
     def _sendfile(self, file: HubFile, start: int, stop: int) -> None:
         with open(file.content, "rb", buffering=0) as source:  # type: ignore[arg-type]
             while start < stop:
-                sent = self.connection.sendfile(source, start, min(8 * BLOCK, stop - start))
+                count = min(8 * BLOCK, stop - start)
+                # Counted before, so that a client that has it all never finds the count behind.
+                self.entry.sent += count
+                try:
+                    sent = self.connection.sendfile(source, start, count)
+                except OSError:
+                    self.entry.sent -= count - (source.tell() - start)
+                    raise
+                self.entry.sent -= count - sent
                 if not sent:
                     self._hang_up()
                     return
-                self.entry.sent += sent
                 start += sent
 
     def _write(self, data: bytes) -> None:
-        self.connection.sendall(data)
         self.entry.sent += len(data)
+        self.connection.sendall(data)
 
     # -- answers --
 
