@@ -6,15 +6,18 @@ index and the configuration are written, so that a broken bound leaves no checkp
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from k3tool.checkpoint.manifest import FileRecord
 from k3tool.checkpoint.reader import CONFIG_NAME
 from k3tool.checkpoint.source import Source
+from k3tool.checkpoint.writer import write_atomic
 from k3tool.config import K3Config
 from k3tool.errors import CheckFailed, UsageError
 from k3tool.events import SILENT, Progress
@@ -28,14 +31,32 @@ from k3tool.transform.base import TensorOut
 from k3tool.transform.forms import Opened
 from k3tool.transform.quantize import QuantizedForm, QuantizingResharder
 from k3tool.transform.quantize_config import Section
+from k3tool.transform.quantize_html import html_page
 from k3tool.transform.quantize_policy import COMPONENTS, Policy, make_policy
+from k3tool.transform.quantize_report import REPORT_NAME, Row
 from k3tool.transform.reshard import Form, Resharder
 from k3tool.transform.split import Splitter
 
-REPORT_NAME = "k3tool-quantization.json"
-CARD_NAME = "README.md"
-SOURCE_CARD_NAME = "README.source.md"
 SCALES = ("search", "plain")
+
+
+_FOUR_BIT = ("mxfp4", "nvfp4", "nvfp4-modelopt", "int4", "nf4", "fp4")
+_HARMFUL: tuple[tuple[Callable[[str, str, str], bool], str], ...] = (
+    (
+        lambda component, before, after: component == "vision" and after in _FOUR_BIT,
+        "vision at 4 bits: 17.9% weight error on wqkv and 12.6% on the position grid were measured (WASTE, K3.md); "
+        "bf16 or 8 bits are safe",
+    ),
+    (
+        lambda component, before, after: component in ("kda", "mla", "dense_mlp") and after in _FOUR_BIT,
+        "attention or dense MLP at 4 bits: the release was trained for 4 bits in the experts only, and a 3-bit trunk "
+        "moved logits by 36% (WASTE, K3.md); compare logits before you rely on it",
+    ),
+    (
+        lambda component, before, after: before == "mxfp4" and after in ("int4", "nf4", "fp4"),
+        "experts out of MXFP4 into another 4-bit grid lose values that they have; nvfp4 and int8 hold them exactly",
+    ),
+)
 
 
 @dataclass
@@ -118,6 +139,18 @@ class PreparedQuantization:
     def bytes_out(self) -> int:
         return self.prepared.record.total_size
 
+    @property
+    def warnings(self) -> list[str]:
+        """What the user should know before: schemes that others found harmful, a result that no engine reads."""
+        assert self.change.quantized is not None
+        changing = self.change.quantized.changing
+        found = {
+            (component_of(parse_name(path + ".weight")), c.scheme, c.choice.scheme) for path, c in changing.items()
+        }
+        said = [text for applies, text in _HARMFUL if any(applies(*entry) for entry in sorted(found))]
+        assert self.change.section is not None
+        return said + ([f"readable by {self.readers}"] if self.change.section.others else [])
+
     def as_json(self) -> dict[str, Any]:
         """What `--dry-run` shows."""
         assert self.change.quantized is not None
@@ -144,11 +177,15 @@ class QuantizeResult:
 
     job: PreparedQuantization
     report: Report
-    rows: list[quantize_report.Row]
+    rows: list[Row]
 
     @property
     def components(self) -> dict[str, dict[str, Any]]:
         return quantize_report.by_component(self.rows, self.job.change.untouched)
+
+    def write_html(self, path: str | Path) -> None:
+        """The report as one page without references to anything outside it."""
+        write_atomic(Path(path), html_page(self.job.prepared.opened.source.label, self.as_json(), self.rows).encode())
 
     def as_json(self) -> dict[str, Any]:
         prepared = self.job.prepared
@@ -217,31 +254,73 @@ def quantize(
 
 
 def carry_out(
-    job: PreparedQuantization, dest: str | Path, *, max_rel_error: float | None = None, options: Options
+    job: PreparedQuantization,
+    dest: str | Path,
+    *,
+    max_rel_error: float | None = None,
+    verify: bool = False,
+    options: Options,
 ) -> QuantizeResult:
-    """The second half of `quantize`, for those who looked at the plan first."""
+    """The second half of `quantize`, for those who looked at the plan first. verify: read every file back."""
     prepared = job.prepared
     wanted = {item.path for item in prepared.wanted}
+    earlier = quantize_report.earlier_rows(Path(dest), prepared.plan.id)
     report = execute(
         prepared.plan,
         prepared.opened.form.tensors,
         Path(dest),
-        closing=lambda report: _closing(job, report, max_rel_error),
+        closing=lambda report: _closing(job, _rows(report, earlier), report, max_rel_error),
         options=replace(options, summarize=list),
         only=None if prepared.request.ranks is None else lambda item: item.path in wanted,
         manifest={"quantization": job.change.policy.as_json()},
         revision=getattr(prepared.opened.source, "revision", None),
     )
-    return QuantizeResult(job, report, quantize_report.rows_of(report.notes))
+    if verify and report.complete:
+        read_back(Path(dest), report.files)
+    return QuantizeResult(job, report, _rows(report, earlier))
 
 
-def _closing(job: PreparedQuantization, report: Report, max_rel_error: float | None) -> Iterator[SmallFile]:
+def _rows(report: Report, earlier: list[Row]) -> list[Row]:
+    """What this run measured, and what an earlier one did for files that were kept."""
+    rows = quantize_report.rows_of(quantize_report.compact_rows(report.notes))
+    known = {row.path for row in rows}
+    return rows + [row for row in earlier if row.path not in known]
+
+
+def read_back(folder: Path, files: Mapping[str, FileRecord]) -> None:
+    """Compare every written file with its digest. Raises CheckFailed naming the first that differs."""
+    for name, record in sorted(files.items()):
+        digest = hashlib.sha256()
+        with open(folder / name, "rb", buffering=0) as file:
+            while block := file.read(8 << 20):
+                digest.update(block)
+        if digest.hexdigest() != record.sha256:
+            raise CheckFailed(
+                f"{folder / name}: sha256 differs (expected {record.sha256}, found {digest.hexdigest()})",
+                hint="check the disk, then run the same command again with --overwrite",
+                file=name,
+            )
+
+
+def _closing(
+    job: PreparedQuantization, rows: list[Row], report: Report, max_rel_error: float | None
+) -> Iterator[SmallFile]:
     """The gate, then the report, further files of the section, what resharding closes with, the configuration last."""
-    rows = quantize_report.rows_of(report.notes)
     components = quantize_report.by_component(rows, job.change.untouched)
     _check(components, max_rel_error)
     assert job.change.section is not None
-    yield SmallFile(REPORT_NAME, _json(_document(job, rows, components)))
+    head = {
+        "plan": job.prepared.plan.id,
+        "source": job.prepared.opened.source.label,
+        "policy": job.change.policy.as_json(),
+        "scales": "search" if job.change.search else "plain",
+        "readers": job.readers,
+        "bytes_in": job.change.bytes_in,
+        "bytes_out": job.bytes_out,
+        "components": components,
+        "layers": quantize_report.by_layer(rows),
+    }
+    yield SmallFile(REPORT_NAME, lambda: quantize_report.report_chunks(head, rows))
     for name, document in job.change.section.files.items():
         yield SmallFile(name, _json(document))
     for small in closing_files(job.prepared, report):
@@ -261,23 +340,7 @@ def _check(components: Mapping[str, Mapping[str, Any]], max_rel_error: float | N
                 component=name,
                 expected=max_rel_error,
                 found=entry["relative_error"],
-            )
-
-
-def _document(
-    job: PreparedQuantization, rows: list[quantize_report.Row], components: Mapping[str, Any]
-) -> dict[str, Any]:
-    return {
-        "source": job.prepared.opened.source.label,
-        "policy": job.change.policy.as_json(),
-        "scales": "search" if job.change.search else "plain",
-        "readers": job.readers,
-        "bytes_in": job.change.bytes_in,
-        "bytes_out": job.bytes_out,
-        "components": components,
-        "layers": quantize_report.by_layer(rows),
-        "changed_tensors": quantize_report.changed_rows(rows),
-    }
+            ).with_document({"components": dict(components)})
 
 
 def _json(document: Any) -> bytes:

@@ -98,12 +98,19 @@ def stored_tensors(
     return module.stored_tensors(shape, group_size=group_size, dtype=dtype, **options)
 
 
-def check_shape(scheme: str, shape: tuple[int, ...], *, group_size: int | None = None, where: str = "module") -> None:
+def check_shape(
+    scheme: str,
+    shape: tuple[int, ...],
+    *,
+    group_size: int | None = None,
+    where: str = "module",
+    hint: str = "choose another scheme",
+) -> None:
     """Raises UnsupportedError where `scheme` cannot hold a matrix of this shape, naming the dimension."""
     module, options = _scheme(scheme)
     problem = module.shape_problem(shape, group_size=group_size, **options)
     if problem:
-        raise UnsupportedError(f"{where}: {scheme} cannot hold {list(shape)}: {problem}", hint="choose another scheme")
+        raise UnsupportedError(f"{where}: {scheme} cannot hold {list(shape)}: {problem}", hint=hint)
 
 
 def dequantize(scheme: str, parts: Mapping[str, NDArray], shape: tuple[int, ...]) -> NDArray[np.float32]:

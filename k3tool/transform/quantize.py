@@ -53,7 +53,6 @@ class QuantizedForm:
         self.policy = policy
         self.splitter = splitter
         self.changing: dict[str, Converting] = {}
-        self.kept: dict[str, str] = {}  # module path to scheme, of modules that were named but are so already
         self._find()
 
     @property
@@ -97,17 +96,17 @@ class QuantizedForm:
             return None
         scheme = formats.detect(specs, where=path)
         shape = formats.logical_shape(scheme, specs)
-        if scheme == choice.scheme and choice.group_size is None:
-            self.kept[path] = scheme
+        if scheme == choice.scheme and scheme in NATIVE:
             return None
         if scheme not in NATIVE and choice.scheme != "bf16":
             raise UnsupportedError(
                 f"{path} is stored as {scheme} already: {choice.scheme} would quantize it twice",
-                hint=f"start from the release, keep {scheme}, or decode it first with bf16",
+                hint=f"start from the release, leave the option out to keep {scheme}, or decode it with bf16 first",
             )
         if shape is None:
             shape = self._logical_shape(path)
-        formats.check_shape(choice.scheme, shape, group_size=choice.group_size, where=path)
+        exempt = f'keep it by a rule of a recipe: match = "re:.*{path.rpartition(".")[2]}", scheme = "keep"'
+        formats.check_shape(choice.scheme, shape, group_size=choice.group_size, where=path, hint=exempt)
         outputs = formats.stored_tensors(
             choice.scheme, shape, group_size=choice.group_size, dtype=_DTYPES.get(scheme, self.config.dtype)
         )

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from k3tool.formats.measure import Measured, total
 from k3tool.names import component_of, parse_name
 
+REPORT_NAME = "k3tool-quantization.json"
 WORST = 5
 
 
 class Row(NamedTuple):
-    """One module: path, component and layer, scheme before and after, what the change did."""
+    """One module: path, component and layer, scheme before and after, what the change did.
+
+    Compact form, in ledgers and report files: [path, before, after, values, source, stored, error, peak], the last
+    four as in `Measured`.
+    """
 
     path: str
     component: str
@@ -23,33 +30,47 @@ class Row(NamedTuple):
     after: str
     measured: Measured
 
-    def as_json(self) -> dict[str, Any]:
-        m = self.measured
-        return {
-            "name": self.path,
-            "component": self.component,
-            "layer": self.layer,
-            "from": self.before,
-            "to": self.after,
-            "exact": m.exact,
-            "relative_error": finite(m.relative_error),
-            "max_error": finite(m.peak),
-            "sqnr_db": m.sqnr_db,
-            "cosine": finite(m.cosine),
-        }
+
+COLUMNS = ("name", "from", "to", "values", "source_squares", "stored_squares", "error_squares", "max_error")
 
 
-def rows_of(notes: Mapping[str, Any]) -> list[Row]:
-    """The rows in a ledger's notes (file to what its steps measured), each module once: ranks may share some."""
+def rows_of(compact: Iterable[Sequence[Any]]) -> list[Row]:
+    """Rows from their compact form, each module once: ranks may share some."""
     found: dict[str, Row] = {}
+    for path, before, after, *sums in compact:
+        if path not in found:
+            name = parse_name(path + ".weight")
+            layer = name.layer if name else None
+            found[path] = Row(path, component_of(name), layer, before, after, Measured.from_json(sums))
+    return list(found.values())
+
+
+def compact_rows(notes: Mapping[str, Any]) -> Iterator[Sequence[Any]]:
+    """Compact rows from a ledger's notes: file to what its steps measured."""
     for steps in notes.values():
         for rows in steps or ():
-            for path, before, after, *sums in rows:
-                if path not in found:
-                    name = parse_name(path + ".weight")
-                    layer = name.layer if name else None
-                    found[path] = Row(path, component_of(name), layer, before, after, Measured.from_json(sums))
-    return list(found.values())
+            yield from rows
+
+
+def earlier_rows(folder: Path, plan_id: str) -> list[Row]:
+    """What an earlier run of the same job wrote down; empty where there is no such report."""
+    try:
+        document = json.loads((folder / REPORT_NAME).read_bytes())
+        return rows_of(document["tensors"]) if document["plan"] == plan_id else []
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def report_chunks(head: Mapping[str, Any], rows: Iterable[Row]) -> Iterator[bytes]:
+    """The report file: `head`, then a line for each module, worst first."""
+    opening = json.dumps({**head, "columns": COLUMNS}, indent=1, ensure_ascii=False)
+    yield opening.removesuffix("\n}").encode()
+    yield b',\n "tensors": ['
+    ordered = sorted(rows, key=lambda row: (-row.measured.relative_error, row.path))
+    for number, row in enumerate(ordered):
+        line = json.dumps([row.path, row.before, row.after, *row.measured.as_json()], ensure_ascii=False)
+        yield (",\n  " if number else "\n  ").encode() + line.encode()
+    yield b"\n ]\n}\n"
 
 
 def by_component(rows: Iterable[Row], untouched: Mapping[str, int] | None = None) -> dict[str, dict[str, Any]]:
@@ -111,12 +132,6 @@ def by_layer(rows: Iterable[Row]) -> list[dict[str, Any]]:
         for (component, layer), measured in grouped.items()
     ]
     return sorted(table, key=lambda entry: -entry["relative_error"])
-
-
-def changed_rows(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """Every module whose values changed, worst first."""
-    changed = [row for row in rows if not row.measured.exact]
-    return [row.as_json() for row in sorted(changed, key=lambda row: (-row.measured.relative_error, row.path))]
 
 
 def finite(value: float) -> float:

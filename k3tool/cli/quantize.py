@@ -1,0 +1,198 @@
+"""`k3tool quantize`: components of a checkpoint in other formats, exact where they can be, measured where not."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from k3tool.cli.options import (
+    DestArgument,
+    DryRunOption,
+    JsonOption,
+    MemoryOption,
+    OverwriteOption,
+    QuietOption,
+    SourceArgument,
+    WorkersOption,
+)
+from k3tool.cli.output import Output, clean, table
+from k3tool.errors import UnsupportedError, UsageError
+from k3tool.units import format_bytes, format_duration, parse_ranges, parse_size
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from k3tool.execute import Options
+    from k3tool.gguf.write import GgufOptions
+
+Scheme = "SCHEME"
+
+
+def command(
+    source: SourceArgument,
+    dest: DestArgument,
+    experts: Annotated[str | None, typer.Option("--experts", metavar=Scheme, help="Routed experts: keep, bf16, mxfp4, nvfp4, nvfp4-modelopt, fp8-block, fp8-channel, int8, int4, nf4, fp4.")] = None,
+    latent: Annotated[str | None, typer.Option("--latent", metavar=Scheme, help="Projections into and out of the MoE latent.")] = None,
+    shared: Annotated[str | None, typer.Option("--shared", metavar=Scheme, help="Shared experts.")] = None,
+    attention: Annotated[str | None, typer.Option("--attention", metavar=Scheme, help="Projections of KDA and MLA.")] = None,
+    recipe: Annotated[Path | None, typer.Option("--recipe", metavar="FILE.toml", help="Schemes by component, and rules by module name (re:PATTERN) and layer.")] = None,
+    scales: Annotated[str, typer.Option("--scales", metavar="search|plain", help="Scales by least squares, or by the largest magnitude alone.")] = "search",
+    exact: Annotated[bool, typer.Option("--exact", help="Fail rather than change a value.")] = False,
+    max_rel_error: Annotated[float | None, typer.Option("--max-rel-error", metavar="X", min=0.0, help="Fail where a component's relative error is larger.")] = None,
+    report: Annotated[Path | None, typer.Option("--report", metavar="FILE.html", help="The errors as a page of its own.")] = None,
+    output_format: Annotated[str, typer.Option("--format", metavar="safetensors|gguf", help="gguf: the text model for llama.cpp.")] = "safetensors",
+    trunk: Annotated[str, typer.Option("--trunk", metavar="TYPE", help="With --format gguf: bf16, f16, f32 or q8_0 for what is not an expert.")] = "bf16",
+    vocabulary: Annotated[str, typer.Option("--vocabulary", metavar="auto|none|ids", help="With --format gguf: tokens of the source, none, or their numbers.")] = "auto",
+    device: Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda", help="Where the arithmetic runs.")] = "auto",
+    gpus: Annotated[int | None, typer.Option("--gpus", metavar="N", min=1, help="Reshard in the same pass: ranks in all, TP x EP x PP.")] = None,
+    tp: Annotated[int | None, typer.Option("--tp", metavar="N", min=1, help="Tensor parallel ranks.")] = None,
+    ep: Annotated[int | None, typer.Option("--ep", metavar="N", min=1, help="Expert parallel ranks.")] = None,
+    pp: Annotated[int | None, typer.Option("--pp", metavar="N", min=1, help="Pipeline stages.")] = None,
+    layout: Annotated[str | None, typer.Option("--layout", metavar="ranks|hf", help="A folder for each rank, or one checkpoint (the default for one GPU).")] = None,
+    rank: Annotated[str | None, typer.Option("--rank", metavar="SPEC", help="Only these ranks, such as 0-3,7.")] = None,
+    max_shard_size: Annotated[str | None, typer.Option("--max-shard-size", metavar="SIZE", help="Largest output file (5GB; 20GB with --format gguf).")] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Read every written file back and compare its digest.")] = False,
+    part: Annotated[str | None, typer.Option("--part", metavar="I/N", help="Do the I-th of N shares of the files; the last one to finish writes the index.")] = None,
+    finalize: Annotated[bool, typer.Option("--finalize", help="Write no shard: only the index and configuration, if every file is there.")] = False,
+    dry_run: DryRunOption = False,
+    overwrite: OverwriteOption = False,
+    max_workers: WorkersOption = None,
+    max_memory: MemoryOption = None,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:  # fmt: skip
+    """Write SOURCE into DEST with components in other formats, and say exactly what that changed.
+
+    MXFP4 experts become NVFP4, INT8, FP8 or BF16 without changing a value. Only what is named is touched. Norms,
+    router, vision, convolutions and attention residuals are touched only by a rule of a recipe.
+    """
+    from k3tool.execute import Options
+    from k3tool.reshard import part_of
+
+    _check_device(device)
+    with Output("quantize", json=json, quiet=quiet) as output:
+        options = Options(
+            max_workers=max_workers,
+            max_memory=parse_size(max_memory) if max_memory else None,
+            overwrite=overwrite,
+            part=None if finalize else part_of(part, os.environ),
+            finalize=finalize,
+            progress=output.progress,
+        )
+        if output_format == "gguf":
+            named = {"--latent": latent, "--shared": shared, "--attention": attention, "--recipe": recipe,
+                     "--gpus": gpus, "--tp": tp, "--ep": ep, "--pp": pp, "--layout": layout, "--rank": rank,
+                     "--report": report, "--max-rel-error": max_rel_error}  # fmt: skip
+            _refuse(named, "--format gguf", "experts are chosen with --experts, all else with --trunk")
+            from k3tool.gguf.write import DEFAULT_FILE_BYTES, GgufOptions
+
+            size = parse_size(max_shard_size) if max_shard_size else DEFAULT_FILE_BYTES
+            asked = GgufOptions(trunk, experts or "keep", size, vocabulary, exact=exact)
+            _gguf(output, source, dest, asked, dry_run, verify, options)
+            return
+        if output_format != "safetensors":
+            raise UsageError(f"unknown format {output_format!r}", hint="write --format safetensors or --format gguf")
+        if trunk != "bf16" or vocabulary != "auto":
+            raise UsageError("--trunk and --vocabulary go with --format gguf", hint="add --format gguf, or leave them out")
+        from k3tool.quantize import carry_out, prepare
+        from k3tool.reshard import DEFAULT_SHARD_BYTES, Request
+        from k3tool.transform.quantize_policy import make_policy
+
+        one = all(count in (None, 1) for count in (gpus, tp, ep, pp))
+        request = Request(
+            1 if one else gpus, tp, ep, pp,
+            layout or ("hf" if one else "ranks"),
+            parse_ranges(rank, what="rank") if rank is not None else None,
+            parse_size(max_shard_size) if max_shard_size else DEFAULT_SHARD_BYTES,
+        )  # fmt: skip
+        wanted = {"experts": experts, "latent": latent, "shared": shared, "attention": attention}
+        job = prepare(source, make_policy(wanted, recipe), request=request, scales=scales, exact=exact)
+        for warning in job.warnings:
+            output.progress.warn(warning)
+        if dry_run:
+            document = job.as_json()
+            output.result(document, essential=document["plan"], human=lambda c: _show_plan(c, document))
+            return
+        done = carry_out(job, dest, max_rel_error=max_rel_error, verify=verify, options=options)
+        if report is not None:
+            done.write_html(report)
+        output.result(done.as_json(), essential=dest, human=lambda console: _show(console, done.as_json(), dest))
+
+
+def _check_device(device: str) -> None:
+    if device not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"unknown device {device!r}", hint="write --device auto, cpu or cuda")
+    if device == "cuda":
+        raise UnsupportedError(
+            "quantize runs on the CPU: its kernels keep up with the disk", hint="leave --device out, or write cpu"
+        )
+
+
+def _refuse(named: dict[str, Any], what: str, hint: str) -> None:
+    given = [option for option, value in named.items() if value is not None]
+    if given:
+        raise UsageError(f"{given[0]} does not go with {what}", hint=hint)
+
+
+def _gguf(
+    output: Output, source: str, dest: str, wanted: GgufOptions, dry_run: bool, verify: bool, options: Options
+) -> None:
+    from k3tool.gguf.write import GgufResult, carry_out, prepare
+
+    prepared = prepare(source, wanted)
+    for warning in prepared.warnings:
+        output.progress.warn(warning)
+    if dry_run:
+        document = GgufResult(prepared).as_json()
+        output.result(document, essential=document["plan"], human=lambda c: _show_gguf_plan(c, document, dest))
+        return
+    done = carry_out(prepared, dest, options=options, verify=verify).as_json()
+    output.result(done, essential=dest, human=lambda console: _show(console, done, dest))
+
+
+def _show_plan(console: Console, document: dict[str, Any]) -> None:
+    rows = [(name, item["from"], item["scheme"], f"{item['tensors']:,}") for name, item in document["components"].items()]
+    console.print(table(("component", "from", "to", "tensors"), rows))
+    console.print(
+        f"{document['tensors']:,} tensors, {format_bytes(document['bytes_in'])} in, {format_bytes(document['bytes_out'])} "
+        f"out; one step needs {format_bytes(document['step_memory_bytes'])}; layout: {document['reason']}",
+        markup=False,
+    )
+    console.print(f"readable by: {document['readers']}", markup=False)
+
+
+def _show_gguf_plan(console: Console, document: dict[str, Any], dest: str) -> None:
+    rows = [(item["name"], f"{item['tensors']:,}", format_bytes(item["bytes"])) for item in document["files"]]
+    console.print(table(("file", "tensors", "size"), rows))
+    console.print(
+        f"{format_bytes(document['bytes_in'])} in, {format_bytes(document['bytes_out'])} out to {clean(dest)}", markup=False
+    )
+
+
+def _show(console: Console, document: dict[str, Any], dest: str) -> None:
+    rows = [
+        (name, item["scheme"], f"{item['tensors']:,}", f"{item['exact_tensors']:,}",
+         f"{item['relative_error']:.5f}" if item["relative_error"] else "0", f"{item['max_error']:.3g}")
+        for name, item in document["components"].items()
+        if item["scheme"] != "keep"
+    ]  # fmt: skip
+    if rows:
+        console.print(table(("component", "scheme", "tensors", "exact", "relative error", "max error"), rows))
+    untouched = [name for name, item in document["components"].items() if item["scheme"] == "keep"]
+    console.print(f"untouched: {', '.join(untouched) or 'nothing'}", markup=False)
+    for name, item in document["components"].items():
+        if item["worst"]:
+            console.print(f"worst of {name}: {clean(str(item['worst'][0]))}", markup=False)
+    kept = f", {document['files_kept']} files kept from before" if document["files_kept"] else ""
+    console.print(
+        f"{clean(dest)}: {format_bytes(document['bytes_in'])} became {format_bytes(document['bytes_out'])}{kept} in "
+        f"{format_duration(document['seconds'])}, peak memory {format_bytes(document['peak_memory_bytes'])}",
+        markup=False,
+    )
+    if "readers" in document:
+        console.print(f"readable by: {document['readers']}", markup=False)
+    if not document["complete"]:
+        console.print("other parts are still to be written; the last one to finish writes the index", markup=False)
