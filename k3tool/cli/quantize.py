@@ -96,7 +96,9 @@ def command(
         if output_format != "safetensors":
             raise UsageError(f"unknown format {output_format!r}", hint="write --format safetensors or --format gguf")
         if trunk != "bf16" or vocabulary != "auto":
-            raise UsageError("--trunk and --vocabulary go with --format gguf", hint="add --format gguf, or leave them out")
+            raise UsageError(
+                "--trunk and --vocabulary go with --format gguf", hint="add --format gguf, or leave them out"
+            )
         from k3tool.quantize import carry_out, prepare
         from k3tool.reshard import DEFAULT_SHARD_BYTES, Request
         from k3tool.transform.quantize_policy import make_policy
@@ -154,7 +156,9 @@ def _gguf(
 
 
 def _show_plan(console: Console, document: dict[str, Any]) -> None:
-    rows = [(name, item["from"], item["scheme"], f"{item['tensors']:,}") for name, item in document["components"].items()]
+    rows = [
+        (name, item["from"], item["scheme"], f"{item['tensors']:,}") for name, item in document["components"].items()
+    ]
     console.print(table(("component", "from", "to", "tensors"), rows))
     console.print(
         f"{document['tensors']:,} tensors, {format_bytes(document['bytes_in'])} in, {format_bytes(document['bytes_out'])} "
@@ -168,7 +172,8 @@ def _show_gguf_plan(console: Console, document: dict[str, Any], dest: str) -> No
     rows = [(item["name"], f"{item['tensors']:,}", format_bytes(item["bytes"])) for item in document["files"]]
     console.print(table(("file", "tensors", "size"), rows))
     console.print(
-        f"{format_bytes(document['bytes_in'])} in, {format_bytes(document['bytes_out'])} out to {clean(dest)}", markup=False
+        f"{format_bytes(document['bytes_in'])} in, {format_bytes(document['bytes_out'])} out to {clean(dest)}",
+        markup=False,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from k3tool.formats.measure import Measured, total
 from k3tool.gguf.mapping import GgufTensor
 from k3tool.transform.gguf import Rounded
+from k3tool.transform.quantize_report import finite
 
 REPORT_NAME = "k3tool-gguf.json"
 WORST_SHOWN = 8
@@ -86,7 +87,7 @@ def _component(entry: Mapping[str, Any], changes: Changes) -> dict[str, Any]:
         "scheme": max(types, key=types.__getitem__),
         "tensors": entry["tensors"],
         "exact_tensors": entry["tensors"] - changes.changed,
-        "relative_error": changes.sums.relative_error,
+        "relative_error": finite(changes.sums.relative_error),
         "max_error": changes.sums.peak,
         "worst": [name for _, name in changes.worst],
         "folded": entry["folded"],

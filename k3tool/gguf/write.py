@@ -9,11 +9,12 @@ import hashlib
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from k3tool.checkpoint.index import INDEX_NAME
 from k3tool.checkpoint.reader import Checkpoint
 from k3tool.checkpoint.source import Source, open_source
 from k3tool.checkpoint.table import TensorTable
@@ -28,7 +29,9 @@ from k3tool.gguf.metadata import check_supported, model_keys
 from k3tool.gguf.report import REPORT_NAME, Changes, components, earlier_report, merge, report_file, summarize
 from k3tool.gguf.vocabulary import chat_template, no_keys, number_keys, tokenizer_keys
 from k3tool.plan import Copy, Plan, Step, TensorOut, Zeros, file_job, pack
+from k3tool.quantize import read_back
 from k3tool.tokenizer import find_tokenizer
+from k3tool.transform.reshard import LAYOUT_NAME
 
 TRUNK_TYPES = ("bf16", "f16", "f32", "q8_0")
 EXPERT_TYPES = ("keep", "mxfp4", "bf16", "f16", "f32", "q8_0")
@@ -139,11 +142,12 @@ def write_gguf(
     max_workers: int | None = None,
     overwrite: bool = False,
     part: Part | None = None,
+    verify: bool = False,
     dry_run: bool = False,
 ) -> GgufResult:
     """Write `source` (a folder, a Hub repository or a Source) as one or more GGUF files into the folder `dest`.
 
-    Sizes in bytes. The same call continues where the last one stopped. Raises UsageError for an unknown type,
+    Sizes in bytes. verify: read every written file back. The same call continues where the last one stopped. Raises UsageError for an unknown type,
     UnsupportedError (14) for a model or a tensor that the architecture cannot hold, CheckFailed (1) where `exact`
     and a value changes, and what `k3tool.execute.execute` raises.
     """
@@ -152,21 +156,15 @@ def write_gguf(
         progress.warn(warning)
     if dry_run:
         return GgufResult(prepared)
-    options = Options(
-        max_workers=max_workers,
-        max_memory=max_memory,
-        overwrite=overwrite,
-        part=part,
-        progress=progress,
-        summarize=summarize,
-    )
-    return carry_out(prepared, Path(dest), options)
+    options = Options(max_workers=max_workers, max_memory=max_memory, overwrite=overwrite, part=part, progress=progress)
+    return carry_out(prepared, dest, options=options, verify=verify)
 
 
 def prepare(source: str | Path | Source, options: GgufOptions) -> Prepared:
     """Plan the job from the configuration, the headers and the tokenizer files. Writes nothing."""
     checkpoint = Checkpoint(open_source(source) if isinstance(source, (str, Path)) else source)
     config = checkpoint.config
+    _refuse_ranks(checkpoint)
     check_supported(config)
     with collector_paused():
         table = TensorTable.of(checkpoint)
@@ -200,9 +198,9 @@ def prepare(source: str | Path | Source, options: GgufOptions) -> Prepared:
     return Prepared(Plan(command, tuple(jobs), description), table, tensors, files, warnings)
 
 
-def carry_out(prepared: Prepared, dest: Path, options: Options) -> GgufResult:
-    """The second half of `write_gguf`, for those who looked at the plan first."""
-    source, plan = prepared.table.source, prepared.plan
+def carry_out(prepared: Prepared, dest: str | Path, *, options: Options, verify: bool = False) -> GgufResult:
+    """The second half of `write_gguf`, for those who looked at the plan first. verify: read every file back."""
+    source, plan, dest = prepared.table.source, prepared.plan, Path(dest)
     result = GgufResult(prepared)
 
     def closing(report: Report) -> Iterator[SmallFile]:
@@ -214,10 +212,22 @@ def carry_out(prepared: Prepared, dest: Path, options: Options) -> GgufResult:
         yield SmallFile(REPORT_NAME, report_file(plan.id, result.changes))
 
     revision = getattr(source, "revision", None)
+    options = replace(options, summarize=summarize)
     result.report = execute(plan, prepared.table, dest, closing=closing, options=options, revision=revision)
+    if verify and result.report.complete:
+        read_back(dest, result.report.files)
     if not result.changes:
         result.changes = merge(result.report.notes.values())
     return result
+
+
+def _refuse_ranks(checkpoint: Checkpoint) -> None:
+    """GGUF is made from whole tensors; what is cut for ranks must be joined first."""
+    if "k3tool" in checkpoint.config.raw or (LAYOUT_NAME in checkpoint.files and INDEX_NAME not in checkpoint.files):
+        raise UsageError(
+            f"{checkpoint.source.label} is cut for ranks, and GGUF is written from a whole checkpoint",
+            hint="join it first: k3tool reshard RANKS_DIR DIR --gpus 1 --layout hf",
+        )
 
 
 class FileSteps(Sequence[Step]):
