@@ -28,6 +28,7 @@ from k3tool.events import SILENT, Progress
 from k3tool.kernels.dispatch import Backend, choose_backend, choose_device
 from k3tool.memory import peak_bytes
 from k3tool.model.cache import Cache
+from k3tool.model.check import KernelCheck, check_kernels
 from k3tool.model.decoder import Model
 from k3tool.model.load import load_model
 from k3tool.model.moe import Observer
@@ -308,6 +309,12 @@ class Session:
             if on_logits is not None:
                 on_logits(logits)
         self.finish_reason = "length"
+
+    def check(self, ids: Sequence[int]) -> list[KernelCheck]:
+        """Compare every kernel that runs here with its reference, on a prompt of its own; see `check_kernels`."""
+        check_ids(self.config, ids)
+        with self.backend.use():
+            return check_kernels(self.model, ids)
 
     def memory(self) -> MemoryReport:
         peak_device = torch.cuda.max_memory_allocated(self.model.device) if self.model.device.type == "cuda" else 0

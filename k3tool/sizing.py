@@ -110,7 +110,7 @@ class Inventory:
         Raises UnsupportedError where a scheme cannot hold the shapes, UsageError for an unknown scheme.
         """
         config = self.config
-        shapes: dict[str, tuple[str, tuple[int, int]]] = {}
+        shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
         if experts != KEEP and config.moe_layers:
             for matrix, shape in expert_matrix_shapes(config).items():
                 shapes[f"block_sparse_moe.experts.{matrix}"] = experts, shape

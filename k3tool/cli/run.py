@@ -11,11 +11,12 @@ import typer
 
 from k3tool.cli.options import JsonOption, QuietOption
 from k3tool.cli.output import Output
-from k3tool.errors import Interrupted, UsageError
+from k3tool.errors import CheckFailed, Interrupted, UsageError
 from k3tool.units import format_bytes, parse_size
 
 if TYPE_CHECKING:
     from k3tool.generate import RunResult, Timing
+    from k3tool.model.check import KernelCheck
     from k3tool.tokenizer import StreamDecoder, Tokenizer
 
 
@@ -91,6 +92,7 @@ def command(
             folder, device=device, dtype=dtype, layers=layers, backend=backend, memory_bytes=budget, progress=output.progress
         )  # fmt: skip
         output.close()
+        checks = session.check(ids) if check else []
         printer = Printer(tokenizer, config.eos_token_ids, live=not json and not quiet)
         try:
             result = run_session(
@@ -105,8 +107,14 @@ def command(
         printer.finish()
         if logits_out is not None:
             write_logits(logits_out, result)
-        output.result({**result.as_json(), "text": printer.text, "checks": []}, essential=printer.shown)
+        document = {**result.as_json(), "text": printer.text, "checks": [item.as_json() for item in checks]}
+        failed = [item for item in checks if not item.ok]
+        if failed:
+            raise _check_failed(failed, len(checks)).with_document(document)
+        output.result(document, essential=printer.shown)
         _report(output, result)
+        if check:
+            output.note(_check_note(checks))
 
 
 def parse_ids(text: str) -> list[int]:
@@ -197,6 +205,24 @@ def _report(output: Output, result: RunResult) -> None:
     output.note(
         f"{result.layers} layers in {result.dtype} on {result.device}, {result.backend} kernels ({result.backend_reason})"
     )
+
+
+def _check_failed(failed: list[KernelCheck], count: int) -> CheckFailed:
+    worst = max(failed, key=lambda item: item.rms_error)
+    where = "after the last layer" if worst.layer is None else f"in layer {worst.layer}"
+    return CheckFailed(
+        f"{len(failed)} of {count} kernel checks failed; worst is {worst.kernel} {where}: relative RMS error "
+        f"{worst.rms_error:.2g}, largest {worst.max_error:.2g}",
+        hint="run with --backend reference and K3TOOL_MATMUL=torch, and report the kernel with this machine's processor",
+    )
+
+
+def _check_note(checks: list[KernelCheck]) -> str:
+    if not checks:
+        return "no kernel here has a twin beside its reference, so there was nothing to compare"
+    worst = max(checks, key=lambda item: item.rms_error)
+    kernels = ", ".join(dict.fromkeys(item.kernel for item in checks))
+    return f"{len(checks)} kernel checks passed ({kernels}); largest relative RMS error {worst.rms_error:.2g} ({worst.kernel})"
 
 
 def _speed(timing: Timing) -> str:

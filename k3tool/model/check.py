@@ -1,0 +1,157 @@
+"""Every kernel against its reference while the model runs: same inputs, layer by layer.
+
+The model goes through a prompt and one more token as always; each kernel that has a twin beside its reference is called
+a second time as reference with copies of the same inputs, and the results are compared. The model goes on with what the
+kernel gave, so that errors of one kernel do not hide in those of another.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from k3tool.kernels import dispatch
+from k3tool.model import attention, decoder, moe
+from k3tool.model.decoder import Model
+
+CHECKED_TOKENS = 512
+"""Tokens of the prompt that are checked: the reference is slow, and longer prompts repeat the same work."""
+
+BOUNDS = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (2.0**-6, 2.0**-8)}
+"""Largest and RMS difference, each relative to the largest and the RMS reference value. float32 twins differ by the
+order of their sums only; in bfloat16 they may round neighbouring values, and intermediate ones, to the other side."""
+
+_IN_PLACE = ("state", "history")
+_CALLERS = (attention, decoder, moe)
+
+
+@dataclass(frozen=True)
+class KernelCheck:
+    """The worst call of one kernel in one layer (None: after the last layer). Errors as in `BOUNDS`."""
+
+    layer: int | None
+    kernel: str
+    max_error: float
+    rms_error: float
+    ok: bool
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def check_kernels(model: Model, ids: Sequence[int]) -> list[KernelCheck]:
+    """Run up to 512 tokens of a prompt and one decode step on a fresh cache. Empty where no kernel has a twin here.
+
+    Runs on the backend that is active. Not for several threads at once: the model's calls are redirected meanwhile.
+    """
+    checker = _Checker(model.config.num_layers)
+    with checker.redirected():
+        cache = model.new_cache()
+        tokens = torch.tensor(list(ids[:CHECKED_TOKENS]), dtype=torch.int64, device=model.device)
+        for _ in range(2):
+            checker.layer = 0
+            hidden = model.forward(tokens, cache, checker.observe)
+            checker.layer = None
+            tokens = model.logits(hidden[-1:]).argmax(-1)
+    return [
+        KernelCheck(layer, kernel, largest, rms, ok) for (layer, kernel), (largest, rms, ok) in checker.found.items()
+    ]
+
+
+class _Checker:
+    """layer: the one that runs now; None outside the layers."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.layer: int | None = 0
+        self.found: dict[tuple[int | None, str], tuple[float, float, bool]] = {}
+        self._last = num_layers - 1
+
+    def observe(self, what: str, layer: int, value: Tensor) -> None:
+        if what == "hidden":
+            self.layer = None if layer == self._last else layer + 1
+
+    @contextmanager
+    def redirected(self) -> Iterator[None]:
+        """The model's modules call `_checked` kernels inside."""
+        originals = [
+            (caller, name, function)
+            for caller in _CALLERS
+            for name, function in vars(caller).items()
+            if inspect.isfunction(function) and function.__module__.startswith("k3tool.kernels.")
+        ]
+        try:
+            for caller, name, function in originals:
+                setattr(caller, name, self._checked(function))
+            yield
+        finally:
+            for caller, name, function in originals:
+                setattr(caller, name, function)
+
+    def _checked(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        kernel, name = function.__module__.split(".")[2], function.__name__
+        reference = getattr(importlib.import_module(f"k3tool.kernels.{kernel}.reference"), name, None)
+        if reference is None or reference is function:
+            return function
+        signature = inspect.signature(function)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            inputs = dict(bound.arguments)
+            first = next(value for value in inputs.values() if isinstance(value, Tensor))
+            if dispatch.twin(kernel, name, first) is reference:
+                return function(*args, **kwargs)
+            for place in _IN_PLACE:
+                if place in inputs:
+                    inputs[place] = inputs[place].clone()
+            given = function(*args, **kwargs)
+            self._record(name, _outputs(given, bound.arguments), _outputs(reference(**inputs), inputs))
+            return given
+
+        return call
+
+    def _record(self, kernel: str, given: list[Tensor], expected: list[Tensor]) -> None:
+        for found, wanted in zip(given, expected, strict=True):
+            largest, rms, ok = compare(found, wanted)
+            before = self.found.get((self.layer, kernel), (0.0, 0.0, True))
+            self.found[self.layer, kernel] = max(before[0], largest), max(before[1], rms), before[2] and ok
+
+
+def compare(found: Tensor, expected: Tensor) -> tuple[float, float, bool]:
+    """(largest difference over largest value, RMS difference over RMS value, whether both are within `BOUNDS`).
+
+    Bounds are those of the dtype of `expected`. A shape or dtype that differs, or a number that is none, is never ok.
+    """
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return sys.float_info.max, sys.float_info.max, False
+    if not expected.numel():
+        return 0.0, 0.0, True
+    wanted = expected.double()
+    difference = found.double() - wanted
+    pairs = (
+        (difference.abs().max(), wanted.abs().max()),
+        (difference.square().mean().sqrt(), wanted.square().mean().sqrt()),
+    )
+    errors = [float(error / scale) if float(scale) > 0 else float(error) for error, scale in pairs]
+    bounds = BOUNDS[expected.dtype]
+    ok = all(error <= bound for error, bound in zip(errors, bounds, strict=True))
+    largest, rms = (error if math.isfinite(error) else sys.float_info.max for error in errors)
+    return largest, rms, ok
+
+
+def _outputs(result: Any, inputs: dict[str, Any]) -> list[Tensor]:
+    """The tensors to compare: the result, and what was changed in place. Routing is laid out over all experts, as the
+    order of the chosen ones is not specified."""
+    if isinstance(result, tuple):
+        ids, weights = result
+        result = weights.new_zeros(inputs["logits"].shape).scatter_add_(1, ids, weights)
+    return [result, *(inputs[place] for place in _IN_PLACE if place in inputs)]
