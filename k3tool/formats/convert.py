@@ -21,7 +21,7 @@ from k3tool.formats.measure import Measured
 from k3tool.formats.mx_tables import Table
 
 TILE_ROWS = 128
-_ORDINARY = (8, 246)  # scale bytes between which no scale of any format leaves the normal range of bfloat16
+LEAST_BYTE, MOST_BYTE = 8, 246  # beyond these, scales or their inverses leave the range of normal numbers
 
 
 @dataclass(frozen=True)
@@ -99,17 +99,18 @@ def _groups(source: Stored) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
 
 def _table_way(source: Stored, target: Target) -> Callable[[Stored, Target], Converted] | None:
     exponent = source.parts["weight_scale"]
-    ordinary = _ORDINARY[0] <= exponent.min(initial=127) and exponent.max(initial=127) <= _ORDINARY[1]
+    normal = exponent.min(initial=127) >= LEAST_BYTE
     group = integer.DEFAULT_GROUP if target.group_size is None else target.group_size
     if target.scheme == "bf16":
         return _mxfp4_to_bf16
     if target.scheme == "int8" and group and mxfp4.GROUP % group == 0:
         return _mxfp4_to_int8
-    if target.scheme == "int4" and group == mxfp4.GROUP and ordinary and source.weight is None:
+    if target.scheme == "int4" and group == mxfp4.GROUP and normal and source.weight is None:
         return _mxfp4_to_int4
-    if target.scheme in ("fp8-block", "fp8-channel") and ordinary:
+    if target.scheme in ("fp8-block", "fp8-channel") and normal:
         return _mxfp4_to_fp8
-    return _mxfp4_to_bnb if target.scheme in ("nf4", "fp4") and ordinary else None
+    bounded = normal and exponent.max(initial=127) <= MOST_BYTE
+    return _mxfp4_to_bnb if target.scheme in ("nf4", "fp4") and bounded else None
 
 
 def _remap(source: Stored, index: NDArray[np.uint16], table: Table) -> tuple[NDArray, Measured]:

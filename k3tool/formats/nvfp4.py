@@ -7,6 +7,7 @@ ModelOpt: `weight` U8, `weight_scale`, `weight_scale_2` F32 scalar, a *multiplie
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -82,8 +83,15 @@ def dequantize(parts: Mapping[str, NDArray], shape: tuple[int, ...], *, naming: 
 
 
 def global_scale(amax: float) -> np.float32:
-    """The divisor that maps the largest magnitude of a tensor to the largest code times the largest scale."""
-    return np.float32(E4M3_MAX * 6 / amax) if amax > 0 else np.float32(1)
+    """The largest power of two that keeps the largest magnitude of a tensor within the largest code times scale.
+
+    As a divisor (compressed-tensors) or its inverse (ModelOpt) it then stands for the same values, and E4M3 scales
+    round as well under any power of two. Kept inside 2^-126 to 2^126.
+    """
+    if amax <= 0:
+        return np.float32(1)
+    exponent = math.floor(math.log2(E4M3_MAX * 6 / amax))
+    return np.float32(math.ldexp(1.0, min(max(exponent, -126), 126)))
 
 
 def quantize(
