@@ -25,6 +25,11 @@ from k3tool.transform.gguf import MXFP4_SOURCE, DecayRate, Recode, Repack, Score
 PLAIN = ("BF16", "F16", "F32")
 BLOCK_VALUES = 1 << 20  # values of one step where a matrix is converted in blocks of rows
 WORKING_BYTES_PER_VALUE = 64  # float32 and float64 copies while a block is converted and measured
+_OTHER_PARTS = {
+    "weight": ("weight_packed", "weight.absmax", "weight_scale"),
+    "weight_packed": ("weight.absmax", "weight"),
+}
+"""What of a module tells that it is stored in another way, where a part of it is absent."""
 _EXPERT_MATRICES = (("gate", "w1"), ("down", "w2"), ("up", "w3"))
 
 
@@ -161,9 +166,9 @@ class _Mapping:
         return kind
 
     def _absent(self, name: str) -> Exception:
-        module = name.rsplit(".", 1)[0]
-        for other in ("weight_packed", "weight.absmax", "weight_scale", "weight"):
-            if f"{module}.{other}" in self.table and f"{module}.{other}" != name:
+        module, part = name.rsplit(".", 1)
+        for other in _OTHER_PARTS.get(part, ()):
+            if f"{module}.{other}" in self.table:
                 return UnsupportedError(
                     f"{module} is stored as {other}: GGUF takes BF16, F16 and F32 weights, and MXFP4 experts",
                     hint="start from the released checkpoint, or from a BF16 one",
