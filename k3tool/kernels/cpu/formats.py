@@ -6,13 +6,14 @@ fewest instructions; activations are laid out in the same order, so that no weig
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from llvmlite import ir
 
 from k3tool.kernels.cpu.emit import F32, I8, I16, I32, I64, Emitter, Value, vector
-from k3tool.kernels.cpu.numeric import float_of, from_bfloat16
+from k3tool.kernels.cpu.numeric import float_of, from_bfloat16, transpose
 from k3tool.kernels.cpu.target import Target
 
 # High and low byte of the bfloat16 behind each FP4 code.
@@ -53,6 +54,10 @@ class Format(Protocol):
 
     def vectors(self, e: Emitter, at: RowAddress) -> list[tuple[Value, Value | None]]:
         """One block as vectors of float32, each with the vector of scales that it still must be multiplied by."""
+        ...
+
+    def place(self, e: Emitter, load: Callable[[int, int], Value], out: Value) -> None:
+        """A block of activations into this order: `load(column, lanes)` gives float32, `out` is the block's place."""
         ...
 
     def copy_tail(self, e: Emitter, at: RowAddress, columns: Value) -> RowAddress:
@@ -100,6 +105,10 @@ class Plain:
         if self.name == "float16":
             return e.convert(e.load(vector(ir.HalfType(), self.lanes), address), vector(F32, self.lanes), "fpext")
         return e.load(vector(F32, self.lanes), address)
+
+    def place(self, e: Emitter, load: Callable[[int, int], Value], out: Value) -> None:
+        for column in range(0, self.block, self.lanes):
+            e.store(load(column, self.lanes), out + 4 * column)
 
     def copy_tail(self, e: Emitter, at: RowAddress, columns: Value) -> RowAddress:
         unit = I16 if self.bytes == 2 else I32
@@ -194,6 +203,17 @@ class Fp4:
                 scales = Value(e, e.builder.insert_element(scales.ir, number.ir, ir.Constant(I32, quad)))
             halves.append(e.shuffle(scales, scales, spread))
         return halves * (2 // per_quad)
+
+    def place(self, e: Emitter, load: Callable[[int, int], Value], out: Value) -> None:
+        # Sixteen columns that share a quad and a half are a 4 x 4 transposition: their offset in a run of four
+        # says part and nibble, the number of the run says the lane.
+        for quad in range(self._quads):
+            for half in (0, 1):
+                first = 32 * quad + 16 * half
+                runs = [load(first + 4 * run, 4) for run in range(4)]
+                for offset, values in enumerate(transpose(e, runs)):
+                    number = 4 * (offset & 1) + 2 * half + (offset >> 1)
+                    e.store(values, out + 4 * (number * self.target.float_lanes + 4 * quad))
 
     def copy_tail(self, e: Emitter, at: RowAddress, columns: Value) -> RowAddress:
         weights = _copy_completed(e, at.weights, self.weight_bytes(columns), I64, self.block // 2)

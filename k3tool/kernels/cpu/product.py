@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from llvmlite import ir
 
-from k3tool.kernels.cpu.emit import F32, I64, Emitter, Value, Variable, vector
+from k3tool.kernels.cpu.emit import F32, I16, I64, Emitter, Value, Variable, vector
 from k3tool.kernels.cpu.formats import Format, RowAddress
-from k3tool.kernels.cpu.numeric import transpose
+from k3tool.kernels.cpu.numeric import from_bfloat16, to_bfloat16, transpose
 from k3tool.kernels.cpu.target import Target
 
 DEPTH = 256  # columns widened at a time: a panel tile of that depth stays in the first-level cache
@@ -209,31 +210,58 @@ def pack_tile(
             e.store(e.number(0.0, vector(F32, lanes)), address + 4 * side)
 
 
-def unpack_tile(e: Emitter, tile: Tiling, c: Value, rows: Value, tokens: Value, out: Value, stride: Value) -> None:
-    """c [rows][tokens per tile] to out [tokens][stride], float32."""
+def store_activations(e: Emitter, value: Value, base: Value, index: Value, is_bfloat16: Value) -> None:
+    """Float32 numbers to position `index` of a float32 or bfloat16 array."""
+    with e.otherwise(is_bfloat16):
+        e.store(value, base + index * 4)
+    with e.when(is_bfloat16):
+        e.store(to_bfloat16(e, value), base + index * 2)
+
+
+def unpack_tile(
+    e: Emitter, tile: Tiling, c: Value, rows: Value, tokens: Value, out: Value, at: Value, stride: Value, bf16: Value
+) -> None:
+    """c [rows][tokens per tile] to [tokens][stride] at position `at` of a float32 or bfloat16 array."""
     lanes = tile.lanes
     whole = rows // lanes * lanes
     with e.loop(0, tokens, lanes) as first:
-        corner = out + first * stride * 4
+        corner = at + first * stride
         present = tokens - first
         with e.loop(0, whole, lanes) as row:
-            at = c + row * (4 * tile.tokens) + first * 4
-            square = [e.load(vector(F32, lanes), at + 4 * tile.tokens * i) for i in range(lanes)]
+            place = c + row * (4 * tile.tokens) + first * 4
+            square = [e.load(vector(F32, lanes), place + 4 * tile.tokens * i) for i in range(lanes)]
             for lane, values in enumerate(transpose(e, square)):
                 with e.when(present > lane):
-                    e.store(values, corner + (stride * lane + row) * 4)
+                    store_activations(e, values, out, corner + stride * lane + row, bf16)
         with e.loop(whole, rows) as row, e.loop(0, e.smaller(present, e.number(lanes))) as lane:
             value = e.load(F32, c + row * (4 * tile.tokens) + (first + lane) * 4)
-            e.store(value, corner + (stride * lane + row) * 4)
+            store_activations(e, value, out, corner + stride * lane + row, bf16)
 
 
-def pack_row(e: Emitter, format_: Format, x: Value, columns: Value, out: Value) -> None:
-    """One row of x, float32, into the format's order, zeros up to a whole block."""
-    places = e.table(places_of(format_))
-    with e.loop(0, columns) as column:
-        e.store(e.load(F32, x + column * 4), out + place_of(e, format_, places, column) * 4)
-    with e.loop(columns, whole_blocks(format_, columns)) as column:
-        e.store(e.number(0.0, F32), out + place_of(e, format_, places, column) * 4)
+def pack_row(e: Emitter, format_: Format, x: Value, is_bfloat16: Value, columns: Value, out: Value) -> None:
+    """One row of x, float32 or bfloat16, as float32 in the format's order, zeros up to a whole block."""
+    whole = columns // format_.block * format_.block
+
+    def from_float32(first: Value, offset: int, lanes: int) -> Value:
+        return e.load(vector(F32, lanes), x + (first + offset) * 4)
+
+    def from_halves(first: Value, offset: int, lanes: int) -> Value:
+        return from_bfloat16(e, e.load(vector(I16, lanes), x + (first + offset) * 2))
+
+    for case, load in ((e.otherwise(is_bfloat16), from_float32), (e.when(is_bfloat16), from_halves)):
+        with case, e.loop(0, whole, format_.block) as first:
+            format_.place(e, partial(load, first), out + first * 4)
+    with e.when(whole < columns):
+        tail = e.stack(4 * format_.block)
+        for offset in range(0, 4 * format_.block, 8):
+            e.store(e.number(0), tail + offset)
+        with e.loop(whole, columns) as column:
+            place = tail + (column - whole) * 4
+            with e.otherwise(is_bfloat16):
+                e.store(e.load(F32, x + column * 4), place)
+            with e.when(is_bfloat16):
+                e.store(from_bfloat16(e, e.load(I16, x + column * 2)), place)
+        format_.place(e, lambda offset, lanes: e.load(vector(F32, lanes), tail + 4 * offset), out + whole * 4)
 
 
 def whole_blocks(format_: Format, columns: Value) -> Value:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from k3tool.kernels import cpu as compiled
-from k3tool.kernels.linear import reference
+from k3tool.kernels.dispatch import twin
 
 __all__ = ["linear"]
 
 _ACTIVATIONS = (torch.float32, torch.bfloat16)
 _WEIGHTS = (torch.bfloat16, torch.float32, torch.float16)
-# From so many tokens on, a processor with bfloat16 matrix instructions wins through torch.
-_NATIVE_TOKENS = 32
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -28,19 +22,4 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
         raise ValueError(f"no product of {x.dtype} activations with {weight.dtype} weights")
     if weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"x {tuple(x.shape)} does not fit weight {tuple(weight.shape)}")
-    if not (x.is_cpu and weight.is_cpu and weight.is_contiguous() and x.numel() and compiled.available()):
-        return reference.linear(x, weight)
-    rows = x.reshape(-1, x.shape[-1])
-    if x.dtype == weight.dtype == torch.bfloat16 and rows.shape[0] >= _NATIVE_TOKENS and _has_bfloat16_units():
-        return functional.linear(x, weight)
-    from k3tool.kernels.linear import cpu
-
-    out = cpu.linear(rows.to(torch.float32).contiguous(), weight)
-    return out.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
-
-
-@cache
-def _has_bfloat16_units() -> bool:
-    """Does torch multiply bfloat16 on this processor in hardware (AVX512-BF16 or AMX)?"""
-    checks = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
-    return any(check is not None and check() for check in checks)
+    return twin("linear", "linear", x)(x, weight)

@@ -15,11 +15,15 @@ from k3tool.kernels.cpu.emit import I64, Emitter, Value
 from k3tool.kernels.cpu.formats import Format, Plain, RowAddress
 from k3tool.kernels.cpu.product import BLOCK_ROWS, DEPTH, Tiling
 from k3tool.kernels.cpu.scratch import Scratch
+from k3tool.kernels.linear import reference
 
+NATIVE_TOKENS = 32  # from so many on, a processor with bfloat16 matrix instructions wins through torch
 ROWS_AT_ONCE = 4  # of the dot-product kernel: enough to share the loads of x, few enough for registers
 TOKENS_AT_ONCE = 256  # longer prompts pass in blocks of this many tokens, so that panels stay cached
 # Fields of the argument block, in order.
-_FIELDS = ("x", "weight", "out", "rows", "columns", "tokens", "panel", "scratch", "scratch_bytes")
+_FIELDS = (
+    "x", "weight", "out", "rows", "columns", "tokens", "bfloat16", "scratch", "scratch_bytes", "panel", "block_rows",
+)  # fmt: skip
 
 
 def _arguments(e: Emitter) -> dict[str, Value]:
@@ -27,17 +31,20 @@ def _arguments(e: Emitter) -> dict[str, Value]:
 
 
 def _emit_vector_product(module: ir.Module, format_: Format) -> None:
-    """One token: chunks are ranges of rows, four at a time. x is padded with zeros to a whole block."""
+    """One token: chunks are ranges of rows, four at a time. Each chunk widens x for itself."""
     e = Emitter(module, "vector", 4)
     a = _arguments(e)
-    _, chunk, chunks, _ = e.params
+    _, chunk, chunks, thread = e.params
     row_bytes = format_.weight_bytes(a["columns"])
+    is_bfloat16 = a["bfloat16"] > 0
+    x = a["scratch"] + thread * a["scratch_bytes"]
+    product.pack_row(e, format_, a["x"], is_bfloat16, a["columns"], x)
 
     def some(row: Value, count: int) -> None:
         zero = e.number(0)
         at = [RowAddress(a["weight"] + (row + i) * row_bytes, zero, zero) for i in range(count)]
-        for i, value in enumerate(product.row_dots(e, format_, a["x"], at, a["columns"])):
-            e.store(value, a["out"] + (row + i) * 4)
+        for i, value in enumerate(product.row_dots(e, format_, x, at, a["columns"])):
+            product.store_activations(e, value, a["out"], row + i, is_bfloat16)
 
     groups = (a["rows"] + (ROWS_AT_ONCE - 1)) // ROWS_AT_ONCE
     first = groups * chunk // chunks * ROWS_AT_ONCE
@@ -67,8 +74,8 @@ def _emit_matrix_product(module: ir.Module, format_: Format, tile: Tiling, micro
     e = Emitter(module, "matrix", 4)
     a = _arguments(e)
     _, chunk, _, thread = e.params
-    first = chunk * BLOCK_ROWS
-    rows = e.smaller(a["rows"] - first, e.number(BLOCK_ROWS))
+    first = chunk * a["block_rows"]
+    rows = e.smaller(a["rows"] - first, a["block_rows"])
     widened = a["scratch"] + thread * a["scratch_bytes"]
     c = widened + 4 * BLOCK_ROWS * DEPTH
     weight = a["weight"] + first * format_.weight_bytes(a["columns"])
@@ -76,8 +83,8 @@ def _emit_matrix_product(module: ir.Module, format_: Format, tile: Tiling, micro
     with e.loop(0, a["tokens"], tile.tokens) as token:
         c_tile = c + token * (4 * BLOCK_ROWS)
         present = e.smaller(a["tokens"] - token, e.number(tile.tokens))
-        out = a["out"] + (token * a["rows"] + first) * 4
-        product.unpack_tile(e, tile, c_tile, rows, present, out, a["rows"])
+        at = token * a["rows"] + first
+        product.unpack_tile(e, tile, c_tile, rows, present, a["out"], at, a["rows"], a["bfloat16"] > 0)
     e.finish()
 
 
@@ -109,45 +116,62 @@ def _compiled(dtype: torch.dtype) -> _Compiled:
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, in] float32, weight [out, in], both contiguous -> [T, out] float32. See the public twin."""
-    compiled, workers = _compiled(weight.dtype), pool.shared()
-    tokens, columns = x.shape
-    rows = weight.shape[0]
-    out = torch.empty((tokens, rows), dtype=torch.float32)
+    """x [..., in], weight [out, in] -> [..., out] in x.dtype. See the public twin."""
+    rows, columns = weight.shape
+    tokens = x.numel() // columns
+    if tokens == 0 or rows == 0 or not weight.is_contiguous():
+        return reference.linear(x, weight)
+    if tokens >= NATIVE_TOKENS and x.dtype == weight.dtype == torch.bfloat16 and _has_bfloat16_units():
+        return functional.linear(x, weight)
+    out = torch.empty((*x.shape[:-1], rows), dtype=x.dtype)
+    compiled = _compiled(weight.dtype)
     with compiled.scratch.lock:
-        for first in range(0, tokens, TOKENS_AT_ONCE):
-            count = min(TOKENS_AT_ONCE, tokens - first)
-            x_address = x.data_ptr() + 4 * first * columns
-            compiled.arguments[:4] = x_address, weight.data_ptr(), out.data_ptr() + 4 * first * rows, rows
-            compiled.arguments[4:6] = columns, count
-            if count == 1:
-                _vector_product(compiled, workers, x, rows, columns)
-            else:
-                _matrix_product(compiled, workers, rows, columns, count)
+        if tokens == 1:
+            _one_token(compiled, x.contiguous(), weight, out)
+        else:
+            _many_tokens(compiled, x.to(torch.float32).contiguous(), weight, out, tokens)
     return out
 
 
-def _vector_product(compiled: _Compiled, workers: pool.Pool, x: Tensor, rows: int, columns: int) -> None:
-    if columns % compiled.block:
-        x = functional.pad(x[-1:], (0, compiled.block - columns % compiled.block))
-        compiled.arguments[0] = x.data_ptr()
+@cache
+def _has_bfloat16_units() -> bool:
+    """Does torch multiply bfloat16 on this processor in hardware (AVX512-BF16 or AMX)?"""
+    checks = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    return any(check is not None and check() for check in checks)
+
+
+def _one_token(compiled: _Compiled, x: Tensor, weight: Tensor, out: Tensor) -> None:
+    workers = pool.shared()
+    rows, columns = weight.shape
+    row_bytes = 4 * (columns + compiled.block) // 64 * 64 + 64
+    scratch = compiled.scratch.address("row", row_bytes * workers.threads)
+    compiled.arguments[:9] = (
+        x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, columns, 1, x.dtype == torch.bfloat16, scratch,
+        row_bytes,
+    )  # fmt: skip
     workers.run(compiled.vector, compiled.address, _chunks(rows * columns, workers.threads))
-
-
-def _matrix_product(compiled: _Compiled, workers: pool.Pool, rows: int, columns: int, tokens: int) -> None:
-    depth = -(-columns // compiled.block) * compiled.block
-    tiles = -(-tokens // compiled.tile.tokens)
-    lanes = tiles * compiled.tile.tokens
-    scratch_bytes = 4 * BLOCK_ROWS * (DEPTH + lanes)
-    compiled.arguments[6:] = (
-        compiled.scratch.address("panel", 4 * depth * lanes),
-        compiled.scratch.address("scratch", scratch_bytes * workers.threads),
-        scratch_bytes,
-    )
-    workers.run(compiled.pack, compiled.address, tiles)
-    workers.run(compiled.matrix, compiled.address, -(-rows // BLOCK_ROWS))
 
 
 def _chunks(weights: int, threads: int) -> int:
     """Chunks of a product with that many weights: one below 32k, else a few for each thread to even out."""
     return 1 if weights < 32768 or threads == 1 else min(4 * threads, weights // 16384)
+
+
+def _many_tokens(compiled: _Compiled, x: Tensor, weight: Tensor, out: Tensor, tokens: int) -> None:
+    workers = pool.shared()
+    rows, columns = weight.shape
+    depth = -(-columns // compiled.block) * compiled.block
+    most = min(tokens, TOKENS_AT_ONCE)
+    lanes = -(-most // compiled.tile.tokens) * compiled.tile.tokens
+    scratch_bytes = 4 * BLOCK_ROWS * (DEPTH + lanes)
+    scratch = compiled.scratch.address("scratch", scratch_bytes * workers.threads)
+    panel = compiled.scratch.address("panel", 4 * depth * lanes)
+    block_rows = product.balanced_rows(rows, workers.threads)
+    for first in range(0, tokens, TOKENS_AT_ONCE):
+        count = min(TOKENS_AT_ONCE, tokens - first)
+        compiled.arguments[:] = (
+            x.data_ptr() + 4 * first * columns, weight.data_ptr(), out.data_ptr() + out.element_size() * first * rows,
+            rows, columns, count, out.dtype == torch.bfloat16, scratch, scratch_bytes, panel, block_rows,
+        )  # fmt: skip
+        workers.run(compiled.pack, compiled.address, -(-count // compiled.tile.tokens))
+        workers.run(compiled.matrix, compiled.address, -(-rows // block_rows))

@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from k3tool.kernels import cpu as compiled
-from k3tool.kernels.moe import reference
+from k3tool.kernels.dispatch import twin
 from k3tool.kernels.moe.experts import ACTIVATIONS, DenseExperts, Experts, PackedExperts
-from k3tool.kernels.moe.reference import gated_activation
 
 __all__ = ["DenseExperts", "Experts", "PackedExperts", "experts_forward", "gated_activation"]
 
@@ -38,10 +36,15 @@ def experts_forward(
         raise ValueError(f"ids must be int64 and weights float32, found {ids.dtype} and {weights.dtype}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {ACTIVATIONS}, found {activation!r}")
-    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < experts.num_experts:
-        raise ValueError(f"expert ids must lie in 0..{experts.num_experts - 1}")
-    if x.is_cpu and ids.numel() and compiled.available():
-        from k3tool.kernels.moe import cpu
+    if x.is_cpu and ids.numel():  # reading them back from a GPU would stop it
+        low, high = ids.aminmax()
+        if int(low) < 0 or int(high) >= experts.num_experts:
+            raise ValueError(f"expert ids must lie in 0..{experts.num_experts - 1}, found {int(low)}..{int(high)}")
+    return twin("moe", "experts_forward", x)(x, experts, ids, weights, activation, beta, linear_beta)
 
-        return cpu.experts_forward(x, experts, ids, weights, activation, beta, linear_beta)
-    return reference.experts_forward(x, experts, ids, weights, activation, beta, linear_beta)
+
+def gated_activation(gate: Tensor, up: Tensor, activation: str, beta: float, linear_beta: float) -> Tensor:
+    """SiTU or SiLU gating, computed in float32, rounded once: gate and up [..., I] -> [..., I] in their dtype."""
+    if activation not in ACTIVATIONS or gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ValueError(f"no {activation!r} of {tuple(gate.shape)} {gate.dtype} and {tuple(up.shape)} {up.dtype}")
+    return twin("moe", "gated_activation", gate)(gate, up, activation, beta, linear_beta)

@@ -38,12 +38,12 @@ class _Compiled:
         self.format, self.tile = format_, product.tiling(machine)
         module = ir.Module(name=f"k3tool.moe.{format_.name}")
         block_product = product.emit_block_product(module, format_, self.tile, product.emit_micros(module, self.tile))
-        for one_token in (emit.emit_pack, emit.emit_gate_up, emit.emit_down):
+        for one_token in (emit.emit_gate_up, emit.emit_down):
             one_token(module, format_, self.tile)
         for many_tokens in (emit.emit_expand, emit.emit_contract):
             many_tokens(module, format_, self.tile, block_product)
         library = self._library = target.Library(module, machine)
-        self.pack, self.gate_up, self.down = (library.address(name) for name in ("pack", "gate_up", "down"))
+        self.gate_up, self.down = (library.address(name) for name in ("gate_up", "down"))
         self.expand, self.contract = (library.address(name) for name in ("expand", "contract"))
         self.call = (ctypes.c_int64 * len(emit.CALL))()
         self.address = ctypes.addressof(self.call)
@@ -109,11 +109,11 @@ def _packed_matrix(experts: PackedExperts, name: str, ones: Tensor) -> tuple[Ten
 def experts_forward(
     x: Tensor, experts: Experts, ids: Tensor, weights: Tensor, activation: str, beta: float, linear_beta: float
 ) -> Tensor:
-    """x [T, D], ids [T, K], weights [T, K], T and K at least 1 -> [T, D] float32. See the public twin."""
-    layer, workers = _layer(experts), pool.shared()
+    """x [T, D], ids [T, K], weights [T, K] -> [T, D] float32. See the public twin."""
+    if ids.numel() == 0:
+        return torch.zeros(x.shape, dtype=torch.float32)
+    layer = _layer(experts)
     compiled = layer.compiled
-    out = torch.zeros(x.shape, dtype=torch.float32)
-    rows = x.to(torch.float32).contiguous()
     with compiled.scratch.lock:
         compiled.caps[:] = beta, 1 / beta, linear_beta, 1 / linear_beta
         compiled.set(
@@ -122,43 +122,45 @@ def experts_forward(
             round=x.dtype == torch.bfloat16,
             silu=activation == "silu",
         )
-        if ids.numel() < GROUPED_FROM * min(experts.num_experts, ids.numel()) and (
-            ids.shape[0] == 1 or ids.numel() < GROUPED_FROM * ids.unique().numel()
-        ):
-            _token_by_token(compiled, workers, experts, rows, ids, weights, out)
-        else:
-            _grouped(compiled, workers, experts, rows, ids, weights, out)
-    return out
+        run = _grouped if _has_crowds(ids, experts.num_experts) else _token_by_token
+        return run(compiled, experts, x.contiguous(), ids, weights)
 
 
-def _token_by_token(
-    compiled: _Compiled, workers: pool.Pool, experts: Experts, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor
-) -> None:
-    count, block = ids.shape[1], compiled.format.block
+def _has_crowds(ids: Tensor, num_experts: int) -> bool:
+    """Do visited experts meet enough tokens each for grouping to pay?"""
+    if ids.shape[0] < GROUPED_FROM:
+        return False
+    return ids.numel() >= GROUPED_FROM * num_experts or ids.numel() >= GROUPED_FROM * ids.unique().numel()
+
+
+def _token_by_token(compiled: _Compiled, experts: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    workers, count = pool.shared(), ids.shape[1]
+    out = torch.empty(x.shape, dtype=torch.float32)
     depth, inner = (product.padded(n, compiled.format) for n in (experts.hidden_size, experts.intermediate_size))
     slot_ids, slot_weights = (ctypes.c_int64 * count)(), (ctypes.c_float * count)()
     compiled.set(
         count=count,
         experts=ctypes.addressof(slot_ids),
         weights=ctypes.addressof(slot_weights),
-        scratch=compiled.scratch.address("row", 4 * depth),
+        scratch=compiled.scratch.address("row", 4 * depth * workers.threads),
+        scratch_bytes=4 * depth,
         hidden=compiled.scratch.address("hidden", 4 * inner * count),
     )
-    units = count * inner // block
+    units = count * inner // compiled.format.block
     parts = 1 if workers.threads == 1 else 4 * workers.threads
     for token, (token_ids, token_weights) in enumerate(zip(ids.tolist(), weights.tolist(), strict=True)):
         order = sorted(range(count), key=token_ids.__getitem__)
         slot_ids[:] = [token_ids[slot] for slot in order]
         slot_weights[:] = [token_weights[slot] for slot in order]
-        compiled.set(x=x.data_ptr() + 4 * x.shape[1] * token, out=out.data_ptr() + 4 * x.shape[1] * token)
-        workers.run(compiled.pack, compiled.address, 1)
+        compiled.set(x=x[token].data_ptr(), out=out[token].data_ptr())
         workers.run(compiled.gate_up, compiled.address, min(2 * parts, units))
         workers.run(compiled.down, compiled.address, min(parts, experts.hidden_size))
+    return out
 
 
-def _grouped(
-    compiled: _Compiled, workers: pool.Pool, experts: Experts, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor
-) -> None:
+def _grouped(compiled: _Compiled, experts: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    workers, rows = pool.shared(), x.to(torch.float32)
+    out = torch.zeros(x.shape, dtype=torch.float32)
     sorted_ids, order = ids.flatten().sort(stable=True)
     tokens = order // ids.shape[1]
     sorted_weights = weights.flatten()[order]
@@ -168,7 +170,7 @@ def _grouped(
     c_bytes = 4 * BLOCK_ROWS * -(-ITEM_TOKENS // tile) * tile
     scratch_bytes = panel_bytes + 4 * BLOCK_ROWS * DEPTH + 2 * c_bytes
     compiled.set(
-        x=x.data_ptr(),
+        x=rows.data_ptr(),
         out=out.data_ptr(),
         tokens=tokens.data_ptr(),
         weights=sorted_weights.data_ptr(),
@@ -182,14 +184,13 @@ def _grouped(
         numbers = [number for *item, offset in items for number in (*item, hidden + offset)]
         item_block = (ctypes.c_int64 * len(numbers))(*numbers)
         splits = max(1, min(4 * workers.threads // len(items), experts.intermediate_size // BLOCK_ROWS))
-        rows = product.balanced_rows(experts.intermediate_size, splits)
-        compiled.set(
-            items=ctypes.addressof(item_block), count=len(items), splits=splits, block_rows=rows, hidden=hidden
-        )
+        block = product.balanced_rows(experts.intermediate_size, splits)
+        compiled.set(items=ctypes.addressof(item_block), count=len(items), splits=splits, block_rows=block)
         workers.run(compiled.expand, compiled.address, len(items) * splits)
-        rows = product.balanced_rows(experts.hidden_size, workers.threads)
-        compiled.set(block_rows=rows)
-        workers.run(compiled.contract, compiled.address, -(-experts.hidden_size // rows))
+        block = product.balanced_rows(experts.hidden_size, workers.threads)
+        compiled.set(block_rows=block)
+        workers.run(compiled.contract, compiled.address, -(-experts.hidden_size // block))
+    return out
 
 
 def _waves(sorted_ids: Tensor, tile: int, inner: int) -> list[tuple[list[tuple[int, int, int, int]], int]]:

@@ -84,19 +84,15 @@ def _frame(module: ir.Module, name: str, format_: Format, tile: Tiling) -> _Fram
     return _Frame(e, format_, tile, call, layer)
 
 
-def emit_pack(module: ir.Module, format_: Format, tile: Tiling) -> None:
-    """pack: one token's x, float32, to `scratch` in the format's order."""
-    frame = _frame(module, "pack", format_, tile)
-    product.pack_row(frame.e, format_, frame.call["x"], frame.layer["wide"], frame.call["scratch"])
-    frame.e.finish()
-
-
 def emit_gate_up(module: ir.Module, format_: Format, tile: Tiling) -> None:
-    """gate_up: activated hidden units of one token's experts. Chunks are ranges of (slot, block of hidden units)."""
+    """gate_up: activated hidden units of one token's experts. Chunks are ranges of (slot, block of hidden
+    units); each chunk widens x for itself."""
     frame = _frame(module, "gate_up", format_, tile)
     e, call, inner, unit = frame.e, frame.call, frame.layer["inner"], format_.block
     units = (inner + (unit - 1)) // unit
-    total, (_, chunk, chunks, _) = call["count"] * units, e.params
+    total, (_, chunk, chunks, thread) = call["count"] * units, e.params
+    x = call["scratch"] + thread * call["scratch_bytes"]
+    product.pack_row(e, format_, call["x"], call["round"] > 0, frame.layer["wide"], x)
     results, places = e.stack(8 * unit), e.table(product.places_of(format_))
     zero = e.number(0.0, vector(F32, frame.lanes))
     with e.loop(total * chunk // chunks, total * (chunk + 1) // chunks) as index:
@@ -111,7 +107,7 @@ def emit_gate_up(module: ir.Module, format_: Format, tile: Tiling) -> None:
         with e.loop(0, e.number(2)) as turn, e.loop(first, e.smaller(first + unit, inner)) as row:
             is_gate = turn.equals(0)
             at = one.where(e, is_gate, other).shifted(row * row_bytes[0], row * row_bytes[1])
-            (value,) = product.row_dots(e, format_, call["scratch"], [at], frame.layer["wide"])
+            (value,) = product.row_dots(e, format_, x, [at], frame.layer["wide"])
             value = value * e.select(is_gate, one_factor, other_factor)
             e.store(value, results + ((row - first) + turn * unit) * 4)
         hidden = call["hidden"] + (slot * units * unit + first) * 4
