@@ -61,7 +61,7 @@ def verify_whole(opened: Opened, dest: Path, options: Options) -> Readback:
     result = open_form(LocalSource(dest))
     source = Resharder(opened.form, opened.splitter, Layout())
     joined = Resharder(result.form, result.splitter, Layout())
-    names = list(in_order(opened.form))
+    names = [name for name, _ in in_order(opened.form)]
     missing = set(names) ^ {name for name, _ in result.form.items()}
     if missing:
         raise CheckFailed(

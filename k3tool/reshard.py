@@ -20,6 +20,7 @@ from k3tool.checkpoint.source import Source, open_source
 from k3tool.checkpoint.table import TensorTable
 from k3tool.errors import CheckpointMissing, UsageError
 from k3tool.execute import Options, Part, Report, SmallFile, execute, source_identity
+from k3tool.garbage import collector_paused
 from k3tool.layout import Layout, check, choose, expert_block, rank_folder, stages
 from k3tool.plan import FileJob, Plan
 from k3tool.readback import Readback, verify_ranks, verify_whole
@@ -161,7 +162,12 @@ def prepare(
         raise UsageError(f"unknown layout {request.form!r}", hint="write --layout ranks or --layout hf")
     if request.ranks is not None and request.form != "ranks":
         raise UsageError("--rank goes with --layout ranks only", hint="leave --rank out, or write --layout ranks")
-    opened = open_form(_open(source, reclaim))
+    with collector_paused():
+        return _prepare(_open(source, reclaim), request, change)
+
+
+def _prepare(source: Source, request: Request, change: Change | None) -> Prepared:
+    opened = open_form(source)
     if change is not None:
         opened = opened._replace(form=change.form(opened))
     config = opened.form.config

@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from k3tool.checkpoint.table import Kind
 from k3tool.layout import Layout, rank_folder
 from k3tool.names import TensorName, shard_name
 from k3tool.plan import FileJob, pack
 from k3tool.transform.base import TensorOut
 from k3tool.transform.reshard import Join, Resharder, in_order, role_key
-from k3tool.transform.split import ENDS, WHOLE, parsed, unit_of
+from k3tool.transform.split import WHOLE, Cut, Rule, unit_of
 
 Owner = tuple[int, int | None]  # PP stage, EP rank (None: all of the stage)
 TIED: Owner = (-1, None)  # an embedding that the first and the last stage share
@@ -63,36 +64,33 @@ class Grouped:
 
 def group_by_owner(resharder: Resharder) -> Grouped:
     """Walk through every logical tensor once. Raises UnsupportedError where the target cannot divide one."""
-    splitter, layout = resharder.splitter, resharder.target
+    splitter, layout, form = resharder.splitter, resharder.target, resharder.form
     found = Grouped({}, {}, {}, 0, 0)
-    for place, text in enumerate(in_order(resharder.form)):
-        name = parsed(text)
-        kind = resharder.form.kind(text)
+    known: dict[tuple[Rule, str, Kind], tuple[int, int, Join]] = {}
+    for place, (text, name) in enumerate(in_order(form)):
+        kind = form.kind(text)
         rule = resharder.rule(name)
-        cut = resharder.cuts(name, rule, kind)[1]
-        shape = cut.shape(kind.shape)
-        size = TensorOut(text, kind.dtype, shape).nbytes
+        key = (rule, name.part, kind)
+        if key not in known:
+            cut = resharder.cuts(name, rule, kind)[1]
+            kept = TensorOut(text, kind.dtype, cut.shape(kind.shape)).nbytes
+            known[key] = (kept, TensorOut(text, kind.dtype, kind.shape).nbytes, _join(name, rule, cut))
+        size, whole_size, join = known[key]
         owners = splitter.owners(name, rule, layout)
-        owner = owners[0] if rule.owner != ENDS or len(owners) == 1 else TIED
+        owner = owners[0] if len(owners) == 1 else TIED
         found.groups.setdefault(owner, Group()).add(text, size, place)
         found.tensors += 1
-        found.total_size += TensorOut(text, kind.dtype, kind.shape).nbytes
-        _note_join(found, resharder, name, text)
+        found.total_size += whole_size
+        role = role_key(splitter, name)
+        if found.joins.setdefault(role, join) != join:
+            found.exceptions[text] = join
     return found
 
 
-def _note_join(found: Grouped, resharder: Resharder, name: TensorName, text: str) -> None:
-    rule = resharder.rule(name)
-    kind = resharder.form.kind(text)
-    cut = resharder.cuts(name, rule, kind)[1]
+def _join(name: TensorName, rule: Rule, cut: Cut) -> Join:
     if cut == WHOLE:
-        split = "shape" if name.part == "weight_shape" and rule.axis is not None else "replicated"
-        join = Join(split, None, 0, 0)
-    else:
-        join = Join(rule.split, cut.axis, cut.stored, cut.content)
-    role = role_key(resharder.splitter, name)
-    if found.joins.setdefault(role, join) != join:
-        found.exceptions[text] = join
+        return Join("shape" if name.part == "weight_shape" and rule.axis is not None else "replicated", None, 0, 0)
+    return Join(rule.split, cut.axis, cut.stored, cut.content)
 
 
 def rank_jobs(resharder: Resharder, grouped: Grouped, max_bytes: int) -> list[FileJob]:

@@ -234,16 +234,16 @@ class RanksForm:
         return whole(f"{self._rank(name, rule, 0)}/{name}", kind.dtype, kind.shape)
 
 
-def in_order(form: Form) -> Iterator[str]:
-    """The names of all logical tensors in the order in which outputs hold them, whatever the source's own order:
-    layer by layer (what is outside the layers last), experts by number after the rest, names in between."""
+def in_order(form: Form) -> Iterator[tuple[str, TensorName]]:
+    """All logical tensors in the order in which outputs hold them, whatever the source's own order: layer by layer
+    (what is outside the layers last), experts by number after the rest, names in between."""
     layers: dict[int, list[tuple[int, str]]] = {}
     for text, _ in form.items():
         name = parsed(text)
         layer = form.config.num_layers if name.layer is None else name.layer
         layers.setdefault(layer, []).append((-1 if name.expert is None else name.expert, text))
-    for layer in sorted(layers):
-        yield from (text for _, text in sorted(layers.pop(layer)))
+    for layer in sorted(layers):  # parsed again: half a million parsed names would outweigh everything else
+        yield from ((text, parsed(text)) for _, text in sorted(layers.pop(layer)))
 
 
 class Resharder:
