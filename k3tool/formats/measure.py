@@ -75,11 +75,12 @@ def compare(source: NDArray[np.float32], stored: NDArray[np.float32]) -> Measure
 
 
 def total(rows: Iterable[Measured]) -> Measured:
-    values, source, stored, error, peak = 0, 0.0, 0.0, 0.0, 0.0
-    for row in rows:
-        values += row.values
-        source += row.source
-        stored += row.stored
-        error += row.error
-        peak = max(peak, row.peak)
-    return Measured(values, source, stored, error, peak)
+    """Of several tensors, the same in whatever order they come."""
+    held = list(rows)
+    return Measured(
+        sum(row.values for row in held),
+        math.fsum(row.source for row in held),
+        math.fsum(row.stored for row in held),
+        math.fsum(row.error for row in held),
+        max((row.peak for row in held), default=0.0),
+    )

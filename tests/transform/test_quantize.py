@@ -1,0 +1,455 @@
+"""What becomes what, in which steps, and what the new configuration says about it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from k3tool import formats
+from k3tool.checkpoint.header import TensorSpec
+from k3tool.checkpoint.reader import Checkpoint
+from k3tool.checkpoint.source import open_source
+from k3tool.errors import CheckFailed, CheckpointCorrupt, CheckpointMissing, UnsupportedError, UsageError
+from k3tool.execute import Options
+from k3tool.names import parse_name
+from k3tool.quantize import carry_out, prepare, quantize, read_back
+from k3tool.reshard import Request, reshard
+from k3tool.transform import quantize_config
+from k3tool.transform.forms import open_form
+from k3tool.transform.quantize import QuantizedForm
+from k3tool.transform.quantize_config import SECTION, Storage
+from k3tool.transform.quantize_policy import Choice, Policy, Rule, make_policy, parse_recipe
+from tests.helpers import copy_checkpoint
+
+LAYER = "language_model.model.layers.3."
+EXPERT = LAYER + "block_sparse_moe.experts.5.w1"
+LATENT = LAYER + "block_sparse_moe.routed_expert_down_proj"
+
+
+def read_values(folder: Path, module: str, shape: tuple[int, ...] | None = None) -> np.ndarray:
+    """Decoded weight of one module of a checkpoint, by the plain functions."""
+    checkpoint = Checkpoint.open(folder)
+    specs: dict[str, TensorSpec] = {}
+    for text in checkpoint.index.weight_map:
+        if text.startswith(module + ".weight"):
+            specs[text[len(module) + 1 :]] = checkpoint.locate(text).spec
+    parts = {p: formats.view(checkpoint.read(f"{module}.{p}"), s.dtype, s.shape) for p, s in specs.items()}
+    scheme = formats.detect(specs)
+    return formats.dequantize(scheme, parts, shape or formats.logical_shape(scheme, specs))
+
+
+def policy(**options: str) -> Policy:
+    return make_policy(options)
+
+
+# Policy and recipe
+
+
+def name(text: str) -> Any:
+    found = parse_name(text + ".weight")
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("module", "component"),
+    [
+        (EXPERT, "experts"),
+        (LATENT, "latent"),
+        (LAYER + "block_sparse_moe.routed_expert_up_proj", "latent"),
+        (LAYER + "block_sparse_moe.routed_expert_norm", None),
+        (LAYER + "block_sparse_moe.shared_experts.gate_proj", "shared"),
+        (LAYER + "block_sparse_moe.gate", None),
+        (LAYER + "self_attn.q_proj", "attention"),
+        (LAYER + "self_attn.kv_a_proj_with_mqa", "attention"),
+        (LAYER + "self_attn.b_proj", "attention"),
+        (LAYER + "self_attn.o_norm", None),
+        (LAYER + "self_attn.q_conv1d", None),
+        (LAYER + "self_attention_res_proj", None),
+        (LAYER + "mlp_res_proj", None),
+        (LAYER + "mlp.gate_proj", None),
+        (LAYER + "input_layernorm", None),
+        ("language_model.lm_head", None),
+        ("language_model.model.embed_tokens", None),
+        ("vision_tower.encoder.blocks.0.wqkv", None),
+        ("mm_projector.proj.0", None),
+    ],
+)
+def test_options_reach_their_component_and_nothing_else(module: str, component: str | None) -> None:
+    everything = policy(experts="int8", latent="int8", shared="int8", attention="int8")
+    assert everything.choice(name(module)).scheme == ("int8" if component else "keep")
+    if component:
+        others = {c: "int8" for c in ("experts", "latent", "shared", "attention") if c != component}
+        assert policy(**others).choice(name(module)).scheme == "keep"
+
+
+def test_the_last_rule_that_covers_a_module_counts_and_options_go_over_the_recipe(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        'experts = "int8"\nlatent = "nf4"\n'
+        '[[rule]]\nmatch = "re:.*self_attn\\\\.[qk]_proj"\nlayers = "2-4"\nscheme = "int4"\ngroup_size = 128\n'
+        f'[[rule]]\nmatch = "{LAYER}self_attn.k_proj"\nscheme = "keep"\n'
+    )
+    chosen = make_policy({"experts": "nvfp4", "latent": None}, recipe)
+    assert chosen.choice(name(EXPERT)) == Choice("nvfp4")
+    assert chosen.choice(name(LATENT)) == Choice("nf4")
+    assert chosen.choice(name(LAYER + "self_attn.q_proj")) == Choice("int4", 128)
+    assert chosen.choice(name(LAYER + "self_attn.k_proj")) == Choice("keep")
+    assert chosen.choice(name(LAYER.replace(".3.", ".5.") + "self_attn.q_proj")) == Choice("keep")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("experts = ", "not TOML"),
+        ('experts = "fp7"', "unknown scheme 'fp7'"),
+        ("experts = 4", "must be text"),
+        ('expert = "int4"', "unknown key 'expert'"),
+        ('[[rule]]\nscheme = "int4"', "match must be text"),
+        ('[[rule]]\nmatch = "re:("\nscheme = "int4"', "is no pattern"),
+        ('[[rule]]\nmatch = "x"\nscheme = "int4"\nlayer = 3', "unknown key 'layer'"),
+        ('[[rule]]\nmatch = "x"\nscheme = "int4"\nlayers = "x"', "not a list of layers"),
+        ('[[rule]]\nmatch = "x"\nscheme = "nf4"\ngroup_size = 64', "no choice of group_size"),
+        ('latent = {scheme = "int4", group_size = -1}', "whole number"),
+        ("rule = 3", "must be a table"),
+    ],
+)
+def test_a_wrong_recipe_is_refused_with_what_is_wrong(text: str, said: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)):
+        parse_recipe(text.encode(), where="recipe.toml")
+
+
+def test_a_recipe_that_is_not_there() -> None:
+    with pytest.raises(CheckpointMissing, match=r"none\.toml"):
+        make_policy({}, "none.toml")
+
+
+# Plan
+
+
+def test_a_plan_reads_no_weight_and_says_what_it_will_do(mini: Path, tmp_path: Path) -> None:
+    """Every shard is cut to its header, as long as it was: reading a tensor would give zeros, so that nothing may."""
+    copy = copy_checkpoint(mini, tmp_path / "copy")
+    for shard in copy.glob("*.safetensors"):
+        data = shard.read_bytes()
+        start = 8 + int.from_bytes(data[:8], "little")
+        shard.write_bytes(data[:start] + bytes(len(data) - start))
+    job = prepare(copy, policy(experts="nvfp4", latent="nf4")).as_json()
+    assert job["components"] == {
+        "routed_experts": {"from": "mxfp4", "scheme": "nvfp4", "tensors": 252},
+        "latent": {"from": "bf16", "scheme": "nf4", "tensors": 14},
+    }
+    assert job["bytes_in"] == 1_147_856 and job["bytes_out"] == 1_117_700
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"attention": "fp8-block"}, UnsupportedError, r"self_attn\.b_proj: fp8-block cannot hold \[3, 64\]: 3 rows"),
+        ({"attention": "int4"}, UnsupportedError, r"self_attn\.o_proj: int4 cannot hold \[64, 48\]: 48 columns"),
+        ({"experts": "fp8-block"}, UnsupportedError, r"experts\.0\.w1: fp8-block cannot hold"),
+        ({"experts": "int3"}, UsageError, "unknown scheme 'int3'"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_written(
+    mini: Path, tmp_path: Path, options: dict[str, str], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        quantize(mini, tmp_path / "out", **options)  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("again", ["nvfp4", "int4", "mxfp4"])
+def test_experts_are_not_quantized_twice(mini: Path, tmp_path: Path, again: str) -> None:
+    quantize(mini, tmp_path / "once", experts="nvfp4")
+    with pytest.raises(UnsupportedError, match=r"layers\.1\..*experts\.0\.w1 is stored as nvfp4 already"):
+        quantize(tmp_path / "once", tmp_path / "twice", experts=again)
+
+
+def test_experts_of_a_layer_must_end_up_alike(mini: Path, tmp_path: Path) -> None:
+    one = Policy({}, (Rule(EXPERT, Choice("nvfp4")),))
+    with pytest.raises(UsageError, match=r"layer 3: .* would be stored differently"):
+        prepare(mini, one)
+    down = Policy({"experts": Choice("nvfp4")}, (Rule(r"re:.*experts\.\d+\.w2", Choice("int8")),))
+    with pytest.raises(UsageError, match="would be stored differently"):
+        prepare(mini, down)
+    layers = Policy({}, (Rule(r"re:.*\.experts\..*", Choice("nvfp4"), frozenset({3, 4})),))
+    assert prepare(mini, layers).as_json()["components"]["routed_experts"]["tensors"] == 72
+
+
+def test_a_rule_that_covers_nothing_is_a_mistake(mini: Path) -> None:
+    with pytest.raises(UsageError, match="covers no module"):
+        prepare(mini, Policy({}, (Rule("re:.*q_projj", Choice("int8")),)))
+
+
+def test_what_is_no_matrix_is_left_by_patterns_and_refused_by_name(mini: Path) -> None:
+    opened = open_form(open_source(mini))
+    wide = Policy({}, (Rule(r"re:.*layers\.0\.self_attn\.(q_conv1d|o_norm|q_proj)$", Choice("int8")),))
+    changing = QuantizedForm(opened.form, opened.splitter, wide).changing
+    assert list(changing) == ["language_model.model.layers.0.self_attn.q_proj"]
+    named = Policy({}, (Rule("language_model.model.layers.0.self_attn.o_norm", Choice("int8")),))
+    with pytest.raises(UnsupportedError, match="o_norm is no matrix"):
+        QuantizedForm(opened.form, opened.splitter, named)
+
+
+# Results
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    mini = Path(__file__).parent.parent / "golden" / "k3-mini-8"
+    folder = tmp_path_factory.mktemp("exact") / "made"
+    return folder, quantize(mini, folder, experts="nvfp4", latent="nf4")
+
+
+def test_every_expert_keeps_its_values_and_every_other_tensor_its_bytes(mini: Path, exact: tuple[Path, Any]) -> None:
+    folder, result = exact
+    before, after = Checkpoint.open(mini), Checkpoint.open(folder)
+    for text in before.index.weight_map:
+        found = name(text.rpartition(".")[0])
+        if found.expert is None and "routed_expert_" not in text:
+            assert after.read(text) == before.read(text), text
+    for layer in (1, 4, 7):
+        for expert in (0, 5, 11):
+            for matrix in ("w1", "w2", "w3"):
+                module = f"language_model.model.layers.{layer}.block_sparse_moe.experts.{expert}.{matrix}"
+                a, b = read_values(mini, module), read_values(folder, module)
+                assert np.array_equal(a.view(np.uint32), b.view(np.uint32)), module
+    component = result.components["routed_experts"]
+    assert component["scheme"] == "nvfp4" and component["tensors"] == component["exact_tensors"] == 252
+    assert component["relative_error"] == component["max_error"] == 0 and component["worst"] == []
+
+
+def test_gate_and_up_of_an_expert_share_the_global_scale(exact: tuple[Path, Any]) -> None:
+    checkpoint = Checkpoint.open(exact[0])
+    for expert in range(12):
+        owner = f"{LAYER}block_sparse_moe.experts.{expert}"
+        scales = [checkpoint.read(f"{owner}.{matrix}.weight_global_scale") for matrix in ("w1", "w3")]
+        assert scales[0] == scales[1]
+
+
+def test_the_report_measures_what_is_on_disk(mini: Path, exact: tuple[Path, Any]) -> None:
+    folder, result = exact
+    modules = [
+        f"{LAYER.replace('.3.', f'.{n}.')}block_sparse_moe.routed_expert_{d}_proj"
+        for n in range(1, 8)
+        for d in ("up", "down")
+    ]
+    shapes = {module: read_values(mini, module).shape for module in modules}
+    error = source = peak = 0.0
+    by_module = {}
+    for module in modules:
+        a, b = read_values(mini, module).astype(np.float64), read_values(folder, module, shapes[module])
+        by_module[module] = np.sqrt(((a - b) ** 2).sum() / (a**2).sum())
+        error, source, peak = error + ((a - b) ** 2).sum(), source + (a**2).sum(), max(peak, np.abs(a - b).max())
+    latent = result.components["latent"]
+    assert latent["tensors"] == 14 and latent["exact_tensors"] == 0
+    assert latent["relative_error"] == pytest.approx(np.sqrt(error / source), rel=1e-9)
+    assert latent["max_error"] == pytest.approx(peak, rel=1e-6)
+    assert latent["worst"] == sorted(by_module, key=lambda module: -by_module[module])[:5]
+    written = json.loads((folder / "k3tool-quantization.json").read_bytes())
+    assert written["components"]["latent"] == latent
+    rows = {row[0]: row for row in written["tensors"]}
+    assert len(rows) == 266 and written["columns"][0] == "name" and written["tensors"][0][0] == latent["worst"][0]
+    assert np.sqrt(rows[modules[0]][6] / rows[modules[0]][4]) == pytest.approx(by_module[modules[0]], rel=1e-9)
+
+
+def test_running_again_changes_nothing_and_reports_the_same(mini: Path, exact: tuple[Path, Any]) -> None:
+    folder, result = exact
+    before = {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.glob("*.safetensors")}
+    again = quantize(mini, folder, experts="nvfp4", latent="nf4")
+    assert again.components == result.components and len(again.report.kept) == len(before)
+    assert {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.glob("*.safetensors")} == before
+    with pytest.raises(UsageError, match="already holds something else"):
+        quantize(mini, folder, experts="int8")
+
+
+def test_a_written_checkpoint_opens_and_decodes_back(mini: Path, exact: tuple[Path, Any], tmp_path: Path) -> None:
+    quantize(exact[0], tmp_path / "back", experts="bf16", latent="bf16", exact=False)
+    assert np.array_equal(read_values(tmp_path / "back", EXPERT), read_values(mini, EXPERT))
+    config = json.loads((tmp_path / "back" / "config.json").read_bytes())
+    assert "quantization_config" not in config["text_config"] and SECTION not in config
+
+
+@pytest.mark.parametrize("request_", [Request(gpus=4, ep=4), Request(gpus=8, ep=4, pp=2), Request(gpus=3, tp=3)])
+def test_one_pass_gives_what_two_passes_give(mini: Path, tmp_path: Path, request_: Request) -> None:
+    """Quantize while resharding = reshard what was quantized, to the byte of every tensor of every rank."""
+    scheme = "mxfp4" if request_.tp else "nvfp4"
+    if request_.tp:
+        pytest.skip("mini has no widths that three ranks could share")
+    quantize(mini, tmp_path / "whole", experts=scheme, shared="int8")
+    reshard(tmp_path / "whole", tmp_path / "two", request_)
+    quantize(mini, tmp_path / "one", experts=scheme, shared="int8", request=request_)
+    folders = sorted(path.name for path in (tmp_path / "two").iterdir() if path.is_dir())
+    assert folders == sorted(
+        path.name for path in (tmp_path / "one").iterdir() if path.is_dir() and path.name[0] != "."
+    )
+    for folder in folders:
+        one, two = Checkpoint.open(tmp_path / "one" / folder), Checkpoint.open(tmp_path / "two" / folder)
+        assert set(one.index.weight_map) == set(two.index.weight_map)
+        for text in one.index.weight_map:
+            assert one.read(text) == two.read(text), text
+    reshard(tmp_path / "one", tmp_path / "joined", Request(gpus=1, form="hf"))
+    assert np.array_equal(read_values(tmp_path / "joined", EXPERT), read_values(mini, EXPERT))
+
+
+def test_ranks_are_a_source_too(mini: Path, tmp_path: Path) -> None:
+    reshard(mini, tmp_path / "ranks", Request(gpus=4, ep=4))
+    quantize(tmp_path / "ranks", tmp_path / "from ranks", experts="nvfp4")
+    quantize(mini, tmp_path / "direct", experts="nvfp4")
+    one, two = Checkpoint.open(tmp_path / "from ranks"), Checkpoint.open(tmp_path / "direct")
+    assert all(one.read(text) == two.read(text) for text in two.index.weight_map)
+
+
+# Gates and bad input
+
+
+def test_exact_fails_rather_than_change_a_value(mini: Path, tmp_path: Path) -> None:
+    assert quantize(mini, tmp_path / "good", experts="int8", exact=True).report.complete
+    with pytest.raises(CheckFailed, match=r"routed_expert_.*nf4 changes values"):
+        quantize(mini, tmp_path / "bad", latent="nf4", exact=True)
+    assert not (tmp_path / "bad" / "config.json").exists()
+    assert not (tmp_path / "bad" / "model.safetensors.index.json").exists()
+
+
+def test_a_bound_is_checked_before_the_index_is_written_and_a_wider_one_resumes(mini: Path, tmp_path: Path) -> None:
+    job = prepare(mini, policy(latent="nf4"))
+    with pytest.raises(CheckFailed, match=r"latent as nf4: relative error 0\.09068 is beyond --max-rel-error 0\.09"):
+        carry_out(job, tmp_path / "out", max_rel_error=0.09, options=Options())
+    assert not (tmp_path / "out" / "config.json").exists()
+    done = carry_out(prepare(mini, policy(latent="nf4")), tmp_path / "out", max_rel_error=0.0907, options=Options())
+    assert done.report.complete and done.report.bytes_read == 0 and done.components["latent"]["relative_error"] < 0.0907
+
+
+def damage(folder: Path, text: str, change: Any) -> None:
+    """Rewrite the bytes of one tensor in place."""
+    place = Checkpoint.open(folder).locate(text)
+    with open(folder / place.shard, "r+b") as file:
+        file.seek(place.offset)
+        data = bytearray(file.read(place.spec.nbytes))
+        change(data)
+        file.seek(place.offset)
+        file.write(data)
+
+
+def test_nan_is_refused_with_the_tensor_named(mini: Path, tmp_path: Path) -> None:
+    copy = copy_checkpoint(mini, tmp_path / "scale")
+    damage(copy, EXPERT + ".weight_scale", lambda data: data.__setitem__(7, 255))
+    with pytest.raises(CheckpointCorrupt, match=re.escape(EXPERT) + r" holds a NaN scale"):
+        quantize(copy, tmp_path / "a", experts="nvfp4")
+    copy = copy_checkpoint(mini, tmp_path / "value")
+    damage(copy, LATENT + ".weight", lambda data: data.__setitem__(slice(10, 12), b"\x80\x7f"))
+    with pytest.raises(CheckpointCorrupt, match=re.escape(LATENT) + " holds NaN or infinity"):
+        quantize(copy, tmp_path / "b", latent="nf4")
+    assert not (tmp_path / "b" / "config.json").exists()
+
+
+def test_reading_back_finds_a_flipped_byte(mini: Path, tmp_path: Path) -> None:
+    done = quantize(mini, tmp_path / "out", experts="nvfp4")
+    read_back(tmp_path / "out", done.report.files)
+    shard = next(iter((tmp_path / "out").glob("*.safetensors")))
+    data = bytearray(shard.read_bytes())
+    data[-9] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(CheckFailed, match=r"sha256 differs"):
+        read_back(tmp_path / "out", done.report.files)
+
+
+# Configuration
+
+
+def configured(mini: Path, **options: str) -> tuple[dict[str, Any], quantize_config.Section]:
+    opened = open_form(open_source(mini))
+    form = QuantizedForm(opened.form, opened.splitter, make_policy(options))
+    section = quantize_config.section(quantize_config.summarize(form.items()))
+    return quantize_config.rewrite(opened.form.config.raw, section), section
+
+
+def test_the_section_stays_where_it_was_and_all_else_is_untouched(mini: Path) -> None:
+    before = json.loads((mini / "config.json").read_bytes())
+    after, _ = configured(mini, experts="nvfp4")
+    held = after["text_config"].pop("quantization_config")
+    before["text_config"].pop("quantization_config")
+    assert after == before and list(after["text_config"]) == list(before["text_config"])
+    assert held["format"] == "nvfp4-pack-quantized" and held["config_groups"]["group_0"]["targets"] == ["Linear"]
+    assert held["config_groups"]["group_0"]["weights"]["group_size"] == 16
+
+
+def test_a_stale_copy_is_removed(mini: Path) -> None:
+    raw = json.loads((mini / "config.json").read_bytes())
+    raw["quantization_config"] = {"quant_method": "stale"}
+    section = quantize_config.section({"lm_head": {None: Storage("bf16")}})
+    assert "quantization_config" not in json.dumps(quantize_config.rewrite(raw, section))
+    flat = {"model_type": "kimi_linear", "compression_config": {}}
+    section = quantize_config.section({"block_sparse_moe.experts.w1": {1: Storage("mxfp4")}})
+    rewritten = quantize_config.rewrite(flat, section)
+    assert (
+        rewritten["quantization_config"]["format"] == "mxfp4-pack-quantized" and "compression_config" not in rewritten
+    )
+
+
+def test_the_release_gets_the_ignore_list_that_it_lacks(mini: Path) -> None:
+    """The published list does not name the latent projections, the router and the residual projections."""
+    before = json.loads((mini / "config.json").read_bytes())["text_config"]["quantization_config"]
+    after = configured(mini)[0]["text_config"]["quantization_config"]
+    assert after["config_groups"] == before["config_groups"]
+    assert set(before["ignore"]) <= set(after["ignore"])
+    for module in ("block_sparse_moe.gate", "block_sparse_moe.routed_expert_up_proj", "mlp_res_proj", "mlp.gate"):
+        path = f"language_model.model.layers.2.{module}"
+        assert any(re.match(pattern[3:], path) for pattern in after["ignore"]), module
+        assert not any(re.match(pattern[3:], path) for pattern in before["ignore"]), module
+    assert not any(re.match(pattern[3:], EXPERT) for pattern in after["ignore"])
+
+
+def test_what_no_engine_can_be_told_is_told_to_k3tool_and_the_user(mini: Path) -> None:
+    document, section = configured(mini, experts="nvfp4", latent="nf4")
+    assert section.readers.startswith("k3tool alone")
+    assert set(document[SECTION]["modules"].values()) == {"nf4"}
+    ignored = document["text_config"]["quantization_config"]["ignore"]
+    assert all(any(re.match(p[3:], LATENT) for p in patterns) for patterns in (ignored, document[SECTION]["modules"]))
+
+
+def test_bitsandbytes_alone_gets_its_own_section(mini: Path) -> None:
+    document, section = configured(mini, experts="bf16", latent="nf4")
+    held = document["text_config"]["quantization_config"]
+    assert held["quant_method"] == "bitsandbytes" and held["bnb_4bit_quant_type"] == "nf4"
+    assert "self_attn" in held["llm_int8_skip_modules"] and "experts" in held["llm_int8_skip_modules"]
+    assert not {"routed_expert_up_proj", "block_sparse_moe", "model", "layers"} & set(held["llm_int8_skip_modules"])
+    assert "bitsandbytes" in section.readers and SECTION not in document
+
+
+def test_layers_and_fused_names_are_told_apart(mini: Path) -> None:
+    opened = open_form(open_source(mini))
+    chosen = Policy(
+        {"shared": Choice("int8")}, (Rule(r"re:.*\.routed_expert_\w+_proj", Choice("int4"), frozenset({2, 5})),)
+    )
+    form = QuantizedForm(opened.form, opened.splitter, chosen)
+    section = quantize_config.section(quantize_config.summarize(form.items()))
+    assert section.config is not None and section.config["format"] == "mixed-precision"
+    groups = list(section.config["config_groups"].values())[1:]
+
+    def covered(bits: int, path: str) -> bool:
+        """One group of this width, and of no other, targets the module."""
+        widths = [g["weights"]["num_bits"] for g in groups if any(re.match(t[3:], path) for t in g["targets"])]
+        return widths == [bits]
+
+    layers = "model.layers.{}.block_sparse_moe."
+    for layer in range(8):
+        assert covered(4, layers.format(layer) + "routed_expert_up_proj") == (layer in (2, 5))
+    for leaf in ("gate_proj", "up_proj", "down_proj", "gate_up_proj"):
+        assert covered(8, layers.format(3) + "shared_experts." + leaf)
+        assert covered(8, layers.format(3).replace("block_sparse_moe", "mlp") + "shared_experts." + leaf)
+
+
+def test_modelopt_writes_both_of_its_files(mini: Path, tmp_path: Path) -> None:
+    quantize(mini, tmp_path / "out", experts="nvfp4-modelopt")
+    document = json.loads((tmp_path / "out" / "hf_quant_config.json").read_bytes())
+    config = json.loads((tmp_path / "out" / "config.json").read_bytes())["text_config"]["quantization_config"]
+    assert document["quantization"]["quant_algo"] == config["quant_algo"] == "NVFP4"
+    assert document["quantization"]["exclude_modules"] == config["ignore"]
+    assert np.array_equal(read_values(tmp_path / "out", EXPERT), read_values(mini, EXPERT))
