@@ -7,11 +7,14 @@ overflows however strong the decay is.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from k3tool.kernels.norm.reference import l2_normalize
+from k3tool.kernels.conv.reference import causal_conv
+from k3tool.kernels.norm.reference import gated_rms_norm, l2_normalize
 
 CHUNK = 64  # tokens whose mutual influence is solved as one triangular system
 BLOCK = 16  # tokens that share one reference decay within a chunk
@@ -140,3 +143,48 @@ def _diagonal(both: Tensor, k: Tensor, total: Tensor, floor: float) -> Tensor:
         for j in range(BLOCK)
     ]
     return torch.cat(columns, dim=-1)
+
+
+def kda_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    f: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    offsets: Tensor,
+    *,
+    lower_bound: float | None,
+) -> Tensor:
+    """See the public twin."""
+    out = torch.empty_like(v)
+    for index, (begin, end) in enumerate(pairwise(offsets.tolist())):
+        if end > begin:
+            tokens = (x[None, begin:end] for x in (q, k, v, f, b))
+            own = state[index : index + 1]
+            out[begin:end] = kda(*tokens, a_log, dt_bias, own, lower_bound=lower_bound)[0]
+    return out
+
+
+def kda_decode(
+    x: Tensor,
+    conv_weight: Tensor,
+    history: Tensor,
+    f: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    gate: Tensor,
+    norm_weight: Tensor,
+    *,
+    lower_bound: float | None,
+    eps: float,
+) -> Tensor:
+    """See the public twin."""
+    _, heads, dim, _ = state.shape
+    q, k, v = causal_conv(x.unsqueeze(1), conv_weight, history).unflatten(-1, (3, heads, dim)).unbind(2)
+    out = kda(q, k, v, f.unsqueeze(1), b.unsqueeze(1), a_log, dt_bias, state, lower_bound=lower_bound).squeeze(1)
+    return gated_rms_norm(out, gate, norm_weight, eps)

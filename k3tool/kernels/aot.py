@@ -1,0 +1,155 @@
+"""Compile every Triton kernel ahead of time for GPUs that are not here, at the shapes of the released model.
+
+The launchers are run on tensors without storage and their launches recorded, so what is compiled is what would run,
+with the constants they chose. A compiled kernel tells its registers, spills and shared memory; how fast it is, only a
+GPU tells. Not for a process that interprets kernels (`TRITON_INTERPRET`).
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from k3tool.kernels import lang
+
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU generation: what its compiler is told, and the shared memory that a program may take."""
+
+    name: str
+    backend: str
+    arch: int | str
+    warp_size: int
+    shared_bytes: int
+
+
+TARGETS = {
+    target.name: target
+    for target in (
+        Target("sm_80", "cuda", 80, 32, 163 << 10),
+        Target("sm_90", "cuda", 90, 32, 227 << 10),
+        Target("sm_100", "cuda", 100, 32, 227 << 10),
+        Target("gfx942", "hip", "gfx942", 64, 64 << 10),
+        Target("gfx950", "hip", "gfx950", 64, 160 << 10),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One recorded launch: the kernel, its arguments by name, and the compiler's options."""
+
+    kernel: JITFunction
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+    grid: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return self.kernel.__name__
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler says of one kernel. registers: 32-bit ones of a thread. spills: bytes of a thread in memory."""
+
+    kernel: str
+    target: str
+    registers: int
+    spills: int
+    shared_bytes: int
+    warps: int
+
+
+@contextmanager
+def recording(backend: str) -> Iterator[list[Launch]]:
+    """Kernels that are launched inside are noted and not run. The launchers are told that the GPU is of `backend`."""
+    launches: list[Launch] = []
+
+    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        names = self.arg_names
+        options = {key: kwargs.pop(key) for key in list(kwargs) if key not in names}
+        bound = {**dict(zip(names, args, strict=False)), **kwargs}
+        launches.append(Launch(self, bound, options, grid(bound) if callable(grid) else grid))
+
+    original, JITFunction.run = JITFunction.run, run  # type: ignore[method-assign]
+    token = lang.BACKEND.set(backend)
+    try:
+        yield launches
+    finally:
+        lang.BACKEND.reset(token)
+        JITFunction.run = original  # type: ignore[method-assign]
+
+
+def compile_launch(launch: Launch, target: Target) -> Compiled:
+    """Compile as Triton would at the launch: integers that are 1 or multiples of 16 are known as such."""
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+    for index, parameter in enumerate(launch.kernel.params):
+        value = launch.arguments[parameter.name]
+        kind = "constexpr" if parameter.is_constexpr or value is None else _type_of(value)
+        signature[parameter.name] = kind
+        if kind == "constexpr":
+            constants[(index,)] = value
+        elif kind[0] == "*" or (kind[0] == "i" and kind != "i1" and value % 16 == 0):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    gpu = GPUTarget(target.backend, target.arch, target.warp_size)
+    compiled = triton.compile(source, target=gpu, options=launch.options)
+    registers, spills = (_cuda_resources if target.backend == "cuda" else _hip_resources)(compiled.asm)
+    return Compiled(launch.name, target.name, registers, spills, compiled.metadata.shared, compiled.metadata.num_warps)
+
+
+def _type_of(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"*{_POINTERS[value.dtype]}"
+    if isinstance(value, bool):
+        return "i1"
+    if isinstance(value, int):
+        return "constexpr" if value == 1 else "i32" if -(2**31) <= value < 2**31 else "i64"
+    return "fp32"
+
+
+_POINTERS = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+    torch.bool: "i1",
+}
+
+
+def _cuda_resources(asm: dict[str, Any]) -> tuple[int, int]:
+    """Registers and stack bytes from the resource table of the binary, read by the cuobjdump that Triton brings."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(asm["cubin"])
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"REG:(\d+)", text)[1]), int(re.search(r"STACK:(\d+)", text)[1])  # type: ignore[index]
+
+
+def _hip_resources(asm: dict[str, Any]) -> tuple[int, int]:
+    """Vector registers (the accumulation file included) and scratch bytes from the metadata of the assembly."""
+
+    def number(key: str) -> int:
+        return int(re.search(rf"\.{key}:\s+(\d+)", asm["amdgcn"])[1])  # type: ignore[index]
+
+    return number("vgpr_count"), number("private_segment_fixed_size")
