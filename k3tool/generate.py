@@ -56,12 +56,17 @@ class Timing:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Peaks are those of the process; caches are those of the sequence (`mla_cache_bytes`: of its tokens so far)."""
+    """Peaks are those of the process; caches are those of the sequence (`mla_cache_bytes`: of its tokens so far).
+
+    resident_experts: of every layer; None where all are. streamed_bytes: read from disk for the others so far.
+    """
 
     peak_host_bytes: int
     peak_device_bytes: int
     kda_state_bytes: int
     mla_cache_bytes: int
+    resident_experts: int | None = None
+    streamed_bytes: int = 0
 
 
 def prefill_block(config: K3Config) -> int:
@@ -184,7 +189,9 @@ class Session:
         memory_bytes: int | None = None,
         progress: Progress = SILENT,
     ) -> Session:
-        """Load a checkpoint folder. device: auto, cpu, cuda, cuda:N. layers: only the first N. memory_bytes: a limit.
+        """Load a checkpoint folder. device: auto, cpu, cuda, cuda:N. layers: only the first N.
+
+        memory_bytes: a limit; the experts beyond it stream from disk (see `load_model`).
 
         Raises UsageError, UnsupportedError (no such device or backend here), CheckpointMissing, CheckpointCorrupt,
         CapacityError (before anything is read).
@@ -318,7 +325,15 @@ class Session:
 
     def memory(self) -> MemoryReport:
         peak_device = torch.cuda.max_memory_allocated(self.model.device) if self.model.device.type == "cuda" else 0
-        return MemoryReport(peak_bytes(), peak_device, self.cache.kda_state_bytes, self.cache.mla_cache_bytes)
+        streamed = self.model.streamed_experts
+        return MemoryReport(
+            peak_bytes(),
+            peak_device,
+            self.cache.kda_state_bytes,
+            self.cache.mla_cache_bytes,
+            streamed[0].slots if streamed else None,
+            sum(experts.read_bytes for experts in streamed),
+        )
 
     def _synchronize(self) -> None:
         if self.model.device.type == "cuda":

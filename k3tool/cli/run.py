@@ -47,7 +47,8 @@ def command(
     dtype: Annotated[str, typer.Option("--dtype", metavar="bfloat16|float32", help="Of activations.")] = "bfloat16",
     layers: Annotated[int | None, typer.Option("--layers", metavar="N", help="Run the first N layers only.")] = None,
     memory: Annotated[
-        str | None, typer.Option("--memory", metavar="SIZE", help="Keep at most this much of the weights resident.")
+        str | None,
+        typer.Option("--memory", metavar="SIZE", help="Keep this much in memory; other experts stream from disk."),
     ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Compare every built-in kernel with its reference, layer by layer.")
@@ -194,7 +195,7 @@ def _encode(
 
 
 def _report(output: Output, result: RunResult) -> None:
-    """One line each on stderr: speed, memory, what ran, checks."""
+    """One line each on stderr: speed, memory, what ran."""
     output.note(f"prefill {_speed(result.prefill)}; decode {_speed(result.decode)}; finished by {result.finish_reason}")
     memory = result.memory
     device = f", {format_bytes(memory.peak_device_bytes)} on the GPU" if memory.peak_device_bytes else ""
@@ -202,6 +203,11 @@ def _report(output: Output, result: RunResult) -> None:
         f"memory at most {format_bytes(memory.peak_host_bytes)}{device}; KDA state {format_bytes(memory.kda_state_bytes)}, "
         f"MLA cache {format_bytes(memory.mla_cache_bytes)}"
     )
+    if memory.resident_experts is not None:
+        output.note(
+            f"{memory.resident_experts} experts of every layer resident; {format_bytes(memory.streamed_bytes)} read from "
+            "disk for those that tokens visited"
+        )
     output.note(
         f"{result.layers} layers in {result.dtype} on {result.device}, {result.backend} kernels ({result.backend_reason})"
     )

@@ -15,6 +15,7 @@ from k3tool.kernels.norm import rms_norm
 from k3tool.model.attention import KdaAttention, MlaAttention
 from k3tool.model.cache import Cache, KdaState, LatentCache
 from k3tool.model.moe import GatedMlp, Observer, SparseMoe
+from k3tool.model.streaming import StreamedExperts
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,12 @@ class Model:
     output_attn_res: Tensor | None
     norm: Tensor
     lm_head: Tensor
+
+    @property
+    def streamed_experts(self) -> list[StreamedExperts]:
+        """Those of every layer, where experts are read while the model runs."""
+        found = (layer.mlp.experts for layer in self.layers if isinstance(layer.mlp, SparseMoe))
+        return [experts for experts in found if isinstance(experts, StreamedExperts)]
 
     def new_cache(self) -> Cache:
         return Cache(self.config, len(self.layers), self.device, self.dtype)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -12,18 +15,49 @@ from k3tool.kernels.moe import DenseExperts, Experts, PackedExperts
 from k3tool.model.weights import PLAIN_SCHEMES, Matrix, Weights
 
 # Scheme to the parts that hold codes, scales and, with NVFP4, the scale of the whole matrix.
-_PACKED = {
+PACKED = {
     "mxfp4": ("weight_packed", "weight_scale", None),
     "nvfp4": ("weight_packed", "weight_scale", "weight_global_scale"),
     "nvfp4-modelopt": ("weight", "weight_scale", "weight_scale_2"),
 }
 
 
+class Field(NamedTuple):
+    """One field of the stacked experts: which part of which matrix of an expert it holds, [*shape] each.
+
+    part: None where the matrix is decoded on reading.
+    """
+
+    name: str
+    matrix: str
+    part: str | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 def load_experts(weights: Weights, config: K3Config, prefix: str) -> Experts:
-    """Declare the experts `{prefix}.E.w1|w2|w3` of one layer.
+    """Declare all experts `{prefix}.E.w1|w2|w3` of one layer.
 
     Raises CheckpointCorrupt where the experts of a layer are not all stored in one scheme.
     """
+    scheme = expert_storage(weights, config, prefix)
+    held: dict[str, Tensor] = {}
+    for field in fields(config, scheme):
+        stacked, staging = weights.allocate((config.num_experts, *field.shape), field.dtype)
+        held[field.name] = stacked
+        for expert in range(config.num_experts):
+            destination = None if staging is None else staging[expert]
+            if field.part is None:
+                shape = expert_matrix_shapes(config)[field.matrix]
+                weights.dequantized(Matrix(f"{prefix}.{expert}.{field.matrix}", shape), scheme, destination)
+            else:
+                weights.raw(f"{prefix}.{expert}.{field.matrix}.{field.part}", destination)
+    weights.check(lambda: settle(held, scheme, [f"{prefix}.{expert}" for expert in range(config.num_experts)]))
+    return assemble(held, scheme)
+
+
+def expert_storage(weights: Weights, config: K3Config, prefix: str) -> str:
+    """The scheme that all experts of a layer share. Raises CheckpointCorrupt naming two that differ."""
     shapes = expert_matrix_shapes(config)
     schemes = {
         name: [weights.scheme(Matrix(f"{prefix}.{e}.{name}", shapes[name])) for e in range(config.num_experts)]
@@ -37,62 +71,51 @@ def load_experts(weights: Weights, config: K3Config, prefix: str) -> Experts:
                     f"{prefix}.{expert}.{name} is stored as {scheme}, {prefix}.0.w1 as {first}",
                     hint="all experts of a layer must be stored in one scheme",
                 )
-    if first in _PACKED:
-        return _packed(weights, config, prefix, first)
-    dtype = PLAIN_SCHEMES.get(first, torch.bfloat16)
-    return DenseExperts(
-        *(_dense(weights, config, f"{prefix}.{{}}.{n}", shapes[n], first, dtype) for n in ("w1", "w3", "w2"))
-    )
+    return first
 
 
-def _packed(weights: Weights, config: K3Config, prefix: str, scheme: str) -> PackedExperts:
-    codes, scales, overall = _PACKED[scheme]
-    group = 32 if scheme == "mxfp4" else 16
-    scale_dtype = torch.uint8 if scheme == "mxfp4" else torch.float8_e4m3fn
-    held: dict[str, Tensor] = {}
-    for name, (rows, columns) in expert_matrix_shapes(config).items():
-        modules = [f"{prefix}.{expert}.{name}" for expert in range(config.num_experts)]
-        held[f"{name}_packed"] = _stacked(weights, modules, codes, (rows, columns // 2), torch.uint8)
-        scale = _stacked(weights, modules, scales, (rows, columns // group), scale_dtype)
-        held[f"{name}_scale"] = scale
-        if scheme == "mxfp4":
-            weights.check(lambda scale=scale, name=name: check_scales(scale, f"{prefix}.*.{name}"))
+def fields(config: K3Config, scheme: str) -> list[Field]:
+    """What `assemble` needs of experts stored under `scheme`."""
+    found: list[Field] = []
+    for matrix, (rows, columns) in expert_matrix_shapes(config).items():
+        if scheme not in PACKED:
+            plain = scheme in PLAIN_SCHEMES
+            dtype = PLAIN_SCHEMES.get(scheme, torch.bfloat16)
+            found.append(Field(matrix, matrix, "weight" if plain else None, (rows, columns), dtype))
+            continue
+        codes, scales, overall = PACKED[scheme]
+        group, scale_dtype = (32, torch.uint8) if scheme == "mxfp4" else (16, torch.float8_e4m3fn)
+        found.append(Field(f"{matrix}_packed", matrix, codes, (rows, columns // 2), torch.uint8))
+        found.append(Field(f"{matrix}_scale", matrix, scales, (rows, columns // group), scale_dtype))
         if overall is not None:
-            factor = _stacked(weights, modules, overall, (), torch.float32)
-            held[f"{name}_global"] = factor
-            if overall == "weight_scale_2":  # a multiplier, where the packed experts hold divisors
-                weights.check(factor.reciprocal_)
-    return PackedExperts(**held, group_size=group)
+            found.append(Field(f"{matrix}_global", matrix, overall, (), torch.float32))
+    return found
 
 
-def _stacked(weights: Weights, modules: list[str], part: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """[E, *shape]: the same part of every expert, each read straight into its place."""
-    result, staging = weights.allocate((len(modules), *shape), dtype)
-    for expert, module in enumerate(modules):
-        weights.raw(f"{module}.{part}", None if staging is None else staging[expert])
-    return result
+def assemble(held: dict[str, Tensor], scheme: str) -> Experts:
+    """Stacked tensors by field name as experts of one layer."""
+    if scheme not in PACKED:
+        return DenseExperts(**held)
+    return PackedExperts(**held, group_size=32 if scheme == "mxfp4" else 16)
 
 
-def _dense(
-    weights: Weights, config: K3Config, pattern: str, shape: tuple[int, int], scheme: str, dtype: torch.dtype
-) -> Tensor:
-    """[E, out, in] of plain matrices, or of matrices decoded to bfloat16."""
-    result, staging = weights.allocate((config.num_experts, *shape), dtype)
-    for expert in range(config.num_experts):
-        module = pattern.format(expert)
-        destination = None if staging is None else staging[expert]
-        if scheme in PLAIN_SCHEMES:
-            weights.raw(f"{module}.weight", destination)
-        else:
-            weights.dequantized(Matrix(module, shape), scheme, destination)
-    return result
+def settle(held: dict[str, Tensor], scheme: str, modules: Sequence[str]) -> None:
+    """What must happen to stacked tensors once they are read, in place. `modules` names the experts in them.
+
+    Raises CheckpointCorrupt for a scale that stands for NaN.
+    """
+    for name, tensor in held.items():
+        if scheme == "mxfp4" and name.endswith("_scale"):
+            check_scales(tensor, [f"{module}.{name.removesuffix('_scale')}" for module in modules])
+        elif scheme == "nvfp4-modelopt" and name.endswith("_global"):
+            tensor.reciprocal_()  # a multiplier, where the packed experts hold divisors
 
 
-def check_scales(scales: Tensor, modules: str) -> None:
+def check_scales(scales: Tensor, modules: Sequence[str]) -> None:
     """E8M0 byte 255 stands for NaN: one of them would spoil every token. Raises CheckpointCorrupt naming the expert."""
     if int(scales.max()) == 255:
         expert = int(scales.flatten(1).amax(1).argmax())
         raise CheckpointCorrupt(
-            f"{modules.replace('*', str(expert))}.weight_scale holds byte 255, which stands for NaN",
+            f"{modules[expert]}.weight_scale holds byte 255, which stands for NaN",
             hint="check the file: k3tool verify --depth bytes",
         )

@@ -20,7 +20,9 @@ from k3tool.model.cache import Cache
 from k3tool.model.decoder import DecoderLayer, Model
 from k3tool.model.experts import load_experts
 from k3tool.model.moe import GatedMlp, SparseMoe
+from k3tool.model.streaming import stream_experts
 from k3tool.model.weights import Matrix, Weights
+from k3tool.names import parse_name
 from k3tool.units import format_bytes
 
 
@@ -35,8 +37,10 @@ def load_model(
 ) -> Model:
     """The text model with its first `layers` layers (all with None). Matrices stay in memory as they are on disk.
 
-    memory_bytes: a limit below what the machine has. Raises CheckpointMissing, CheckpointCorrupt, UnsupportedError
-    (a storage scheme), UsageError (`layers`), CapacityError before anything is read.
+    memory_bytes: a limit below what the machine has; where it does not hold all experts, as many of every layer as fit
+    stay resident and the others are read when a token visits them. Without it, experts are never streamed.
+    Raises CheckpointMissing, CheckpointCorrupt, UnsupportedError (a storage scheme), UsageError (`layers`),
+    CapacityError before anything is read.
     """
     config = checkpoint.config
     number = config.num_layers if layers is None else layers
@@ -45,12 +49,18 @@ def load_model(
             f"--layers {number}: the model has {config.num_layers} layers", hint="give a number within them"
         )
     located = _locate(checkpoint, config, number)
-    measured = Weights(checkpoint, located, device, None)
-    _build(measured, config, number, dtype)
+    measured = _measure(checkpoint, located, device, config, number, dtype, None)
     _refuse_unknown(located, measured.used)
-    _check_memory(measured.nbytes, config, number, device, memory_bytes)
-    progress.started("load", sum(located[name].spec.nbytes for name in measured.used))
-    model = _build(Weights(checkpoint, located, device, progress), config, number, dtype)
+    slots = None
+    need = measured.nbytes + _state_bytes(config, number)
+    room = _room(device) if memory_bytes is None else min(_room(device), memory_bytes)
+    if need > room:
+        least = _measure(checkpoint, located, device, config, number, dtype, 1)
+        slots = _slots(need, measured.nbytes - least.nbytes, room, config, memory_bytes is not None)
+    progress.started(
+        "load", sum(located[name].spec.nbytes for name in measured.used if slots is None or not _is_routed(name))
+    )
+    model = _build(Weights(checkpoint, located, device, progress), config, number, dtype, slots)
     progress.finished("load")
     return model
 
@@ -97,25 +107,58 @@ def _refuse_unknown(located: dict[str, Located], used: set[str]) -> None:
         )
 
 
-def _check_memory(weights: int, config: K3Config, number: int, device: torch.device, memory_bytes: int | None) -> None:
-    states = Cache(config, number, torch.device("meta"), torch.float32).kda_state_bytes
-    need = weights + states
-    if device.type == "cuda":
-        room = torch.cuda.mem_get_info(device)[0]
-    else:
-        room = available_bytes()
-    if memory_bytes is not None:
-        room = min(room, memory_bytes)
-    if need > room:
-        raise CapacityError(
-            f"{format_bytes(weights)} of weights and {format_bytes(states)} of state do not fit in {format_bytes(room)}",
-            hint="run fewer layers (--layers N), or a smaller checkpoint, or on a machine with more memory",
-            needed_bytes=need,
-            available_bytes=room,
-        )
+def _measure(
+    checkpoint: Checkpoint,
+    located: dict[str, Located],
+    device: torch.device,
+    config: K3Config,
+    number: int,
+    dtype: torch.dtype,
+    slots: int | None,
+) -> Weights:
+    """The model built without reading anything: what it would occupy, and which tensors it uses."""
+    measured = Weights(checkpoint, located, device, None)
+    _build(measured, config, number, dtype, slots)
+    return measured
 
 
-def _build(weights: Weights, config: K3Config, number: int, dtype: torch.dtype) -> Model:
+def _state_bytes(config: K3Config, number: int) -> int:
+    return Cache(config, number, torch.device("meta"), torch.float32).kda_state_bytes
+
+
+def _room(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
+
+
+def _slots(need: int, streamable: int, room: int, config: K3Config, may_stream: bool) -> int:
+    """How many experts of every layer may stay in memory, where not all of them may.
+
+    need: bytes of the whole model; streamable: of all experts but one a layer. Raises CapacityError.
+    """
+    least = need - streamable
+    if may_stream and streamable and least <= room:
+        return 1 + (room - least) * (config.num_experts - 1) // streamable
+    can = (
+        f"; with --memory SIZE of at least {format_bytes(least)} the routed experts stream from disk"
+        if streamable
+        else ""
+    )
+    raise CapacityError(
+        f"{format_bytes(need)} of weights and states do not fit in {format_bytes(room)}",
+        hint=f"run fewer layers (--layers N), or on a machine with more memory{can}",
+        needed_bytes=need,
+        least_bytes=least,
+        available_bytes=room,
+    )
+
+
+def _is_routed(name: str) -> bool:
+    parsed = parse_name(name)
+    return parsed is not None and parsed.expert is not None
+
+
+def _build(weights: Weights, config: K3Config, number: int, dtype: torch.dtype, slots: int | None = None) -> Model:
+    """slots: experts of every layer that are resident; None: all, read at once."""
     prefix = config.name_prefix
     table = (config.vocab_size, config.hidden_size)
     embed_tokens = weights.matrix(f"{prefix}model.embed_tokens", *table)
@@ -125,7 +168,7 @@ def _build(weights: Weights, config: K3Config, number: int, dtype: torch.dtype) 
     weights.fill()
     layers = []
     for layer in range(number):
-        layers.append(_layer(weights, config, layer))
+        layers.append(_layer(weights, config, layer, slots))
         weights.fill()
     return Model(config, dtype, weights.device, embed_tokens, tuple(layers), output_attn_res, norm, lm_head)
 
@@ -141,10 +184,10 @@ def _query(weights: Weights, config: K3Config, site: str) -> Tensor | None:
     return query
 
 
-def _layer(weights: Weights, config: K3Config, layer: int) -> DecoderLayer:
+def _layer(weights: Weights, config: K3Config, layer: int, slots: int | None) -> DecoderLayer:
     prefix = f"{config.name_prefix}model.layers.{layer}"
     attention = _kda if config.layer_kinds[layer] == "kda" else _mla
-    mlp = _moe(weights, config, f"{prefix}.block_sparse_moe") if config.is_moe(layer) else None
+    mlp = _moe(weights, config, f"{prefix}.block_sparse_moe", slots) if config.is_moe(layer) else None
     return DecoderLayer(
         input_layernorm=weights.vector(f"{prefix}.input_layernorm.weight", (config.hidden_size,)),
         post_attention_layernorm=weights.vector(f"{prefix}.post_attention_layernorm.weight", (config.hidden_size,)),
@@ -244,7 +287,7 @@ def _mlp(weights: Weights, config: K3Config, prefix: str, intermediate: int) -> 
     return GatedMlp(config, gate_up, weights.matrix(f"{prefix}.down_proj", config.hidden_size, intermediate))
 
 
-def _moe(weights: Weights, config: K3Config, prefix: str) -> SparseMoe:
+def _moe(weights: Weights, config: K3Config, prefix: str, slots: int | None) -> SparseMoe:
     hidden, latent, shared = config.hidden_size, config.latent_size, config.shared_intermediate_size
     rows = [Matrix(f"{prefix}.routed_expert_down_proj", (latent, hidden))] if latent else []
     rows += _gate_up(f"{prefix}.shared_experts", shared, hidden) if shared else []
@@ -257,7 +300,11 @@ def _moe(weights: Weights, config: K3Config, prefix: str) -> SparseMoe:
             if config.router_bias
             else None
         ),
-        experts=load_experts(weights, config, f"{prefix}.experts"),
+        experts=(
+            load_experts(weights, config, f"{prefix}.experts")
+            if slots is None
+            else stream_experts(weights, config, f"{prefix}.experts", slots)
+        ),
         in_proj=weights.stack(rows) if rows else None,
         routed_expert_norm=weights.vector(f"{prefix}.routed_expert_norm.weight", (latent,)) if has_norm else None,
         routed_expert_up_proj=weights.matrix(f"{prefix}.routed_expert_up_proj", hidden, latent) if latent else None,

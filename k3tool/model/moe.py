@@ -12,6 +12,7 @@ from k3tool.kernels.linear import linear
 from k3tool.kernels.moe import Experts, experts_forward, gated_activation
 from k3tool.kernels.norm import rms_norm
 from k3tool.kernels.router import select_experts
+from k3tool.model.streaming import StreamedExperts
 
 
 class Observer(Protocol):
@@ -44,7 +45,7 @@ class SparseMoe:
     config: K3Config
     gate: Tensor  # [E, hidden]
     e_score_correction_bias: Tensor | None  # [E] float32
-    experts: Experts
+    experts: Experts | StreamedExperts
     in_proj: Tensor | None
     routed_expert_norm: Tensor | None
     routed_expert_up_proj: Tensor | None
@@ -68,15 +69,12 @@ class SparseMoe:
             observe("router_weights", layer, weights)
         rows = x[:, :0] if self.in_proj is None else linear(x, self.in_proj)
         latent = config.latent_size or 0
-        routed = experts_forward(
-            rows[:, :latent] if latent else x,
-            self.experts,
-            ids,
-            weights,
-            config.activation,
-            config.situ_beta,
-            config.situ_linear_beta,
-        ).to(x.dtype)
+        inputs = rows[:, :latent] if latent else x
+        options = (config.activation, config.situ_beta, config.situ_linear_beta)
+        if isinstance(self.experts, StreamedExperts):
+            routed = self.experts.forward(experts_forward, inputs, ids, weights, *options).to(x.dtype)
+        else:
+            routed = experts_forward(inputs, self.experts, ids, weights, *options).to(x.dtype)
         if self.routed_expert_norm is not None:
             routed = rms_norm(routed, self.routed_expert_norm, config.rms_norm_eps)
         if self.routed_expert_up_proj is not None:

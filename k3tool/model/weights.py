@@ -126,8 +126,7 @@ class Weights:
 
     def dequantized(self, matrix: Matrix, scheme: str, destination: Tensor | None) -> None:
         """A module of a quantized scheme into `destination` [out, in], rounded to its dtype."""
-        parts = self._parts(matrix)
-        self.used.update(f"{matrix.module}.{part}" for part in parts)
+        parts = self.parts(matrix)
         if destination is None:
             return
         held = {part: bytearray(place.spec.nbytes) for part, place in parts.items()}
@@ -186,6 +185,12 @@ class Weights:
         held = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
         self.raw(name, held)
         self._conversions.append(lambda: destination.copy_(held))
+
+    def parts(self, matrix: Matrix) -> dict[str, Located]:
+        """The tensors that hold the matrix, for those who read them on their own; they count as used."""
+        parts = self._parts(matrix)
+        self.used.update(f"{matrix.module}.{part}" for part in parts)
+        return parts
 
     def _parts(self, matrix: Matrix) -> dict[str, Located]:
         """The tensors that hold the matrix; a router's bias shares its path but is not one of them."""
