@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import http.client
 import random
+import shutil
+import ssl
+import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -14,7 +22,7 @@ from k3tool.checkpoint.reader import Checkpoint
 from k3tool.checkpoint.source import LocalSource, Source, open_source
 from k3tool.errors import CheckpointCorrupt, CheckpointMissing, RemoteError, UsageError
 from k3tool.hub import HubSource, RemoteFile, RetryPolicy, SystemClock, Transient
-from k3tool.hub.http import origin, retry_after
+from k3tool.hub.http import Connections, _tls, open_range, origin, retry_after
 from k3tool.hub.remote import check_path, endpoint_of
 from k3tool.hub.retry import Retry, Stopped
 from k3tool.inspection import inspect
@@ -339,3 +347,124 @@ def test_digests_of_the_list_are_checked_for_form(hub: StandIn):
     source = HubSource(REPO, endpoint=hub.endpoint)
     assert source.remote("config.json") == RemoteFile(4180, None, None)
     source.close()
+
+
+# -- connections --
+
+
+class Proxy(BaseHTTPRequestHandler):
+    """A forward proxy that wants a password and notes what it was asked."""
+
+    asked: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        self._forward()
+
+    def do_HEAD(self) -> None:
+        self._forward()
+
+    def _forward(self) -> None:
+        if self.headers.get("Proxy-Authorization") != "Basic " + base64.b64encode(b"me:s p").decode():
+            self.send_error(407)
+            return
+        self.asked.append(f"{self.command} {self.path}")
+        headers = {key: value for key, value in self.headers.items() if key.lower() != "proxy-authorization"}
+        target = urlsplit(self.path)
+        upstream = http.client.HTTPConnection(str(target.hostname), target.port or 80, timeout=10)
+        upstream.request(self.command, f"{target.path}?{target.query}", headers=headers)
+        answer = upstream.getresponse()
+        body = answer.read()
+        self.send_response(answer.status)
+        for key, value in answer.headers.items():
+            self.send_header(key, value)
+        self.end_headers()
+        self.wfile.write(body)
+        upstream.close()
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
+def test_a_proxy_for_plain_addresses(hub: StandIn, mini: Path, monkeypatch: pytest.MonkeyPatch):
+    Proxy.asked.clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        monkeypatch.setenv("http_proxy", f"http://me:s%20p@127.0.0.1:{server.server_port}")
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        pool = Connections(5.0)
+        url = hub.sign(hub.repos[REPO], hub.repos[REPO].files[SHARD])
+        body = open_range(pool, url, 10, 30, 145_416, headers={}, authorization=None, home=origin(hub.endpoint))
+        buffer = bytearray(20)
+        assert body.read_into(memoryview(buffer)) == 20
+        body.close()
+        pool.close()
+        server.shutdown()
+        thread.join()
+    assert buffer == (mini / SHARD).read_bytes()[10:30]
+    assert Proxy.asked == [f"GET {url}"]
+
+
+def test_certificates_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A server with a certificate of its own is refused until that certificate is trusted."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl, which makes the certificate, is not installed")
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1",
+               "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", "key.pem", "-out", "cert.pem"]  # fmt: skip
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(206)
+            self.send_header("Content-Range", "bytes 2-4/10")
+            self.send_header("Content-Length", "3")
+            self.end_headers()
+            self.wfile.write(b"abc")
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    class Quiet(ThreadingHTTPServer):
+        def handle_error(self, request: object, client_address: object) -> None: ...
+
+    def ask() -> bytes:
+        pool = Connections(5.0)
+        try:
+            body = open_range(pool, url, 2, 5, 10, headers={}, authorization=None, home=origin(url))
+            buffer = bytearray(3)
+            body.read_into(memoryview(buffer))
+            body.close()
+            return bytes(buffer)
+        finally:
+            pool.close()
+
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    with Quiet(("127.0.0.1", 0), Answer) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        url = f"https://127.0.0.1:{server.server_port}/x"
+        _tls.cache_clear()
+        with pytest.raises(Transient, match=r"no connection to 127\.0\.0\.1:\d+ \(.*certificate"):
+            ask()
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "cert.pem"))
+        _tls.cache_clear()
+        assert ask() == b"abc"
+        server.shutdown()
+        thread.join()
+    _tls.cache_clear()
+
+
+def test_redirects_have_an_end_and_a_scheme(hub: StandIn):
+    pool = Connections(5.0)
+    loop = f"{hub.endpoint}/{REPO}/resolve/main/config.json"
+    options = {"headers": {}, "authorization": None, "home": origin(hub.endpoint)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("k3tool.standin.server.quote", lambda name: f"../../../../../../{REPO}/resolve/main/{name}")
+        with pytest.raises(RemoteError, match="more than 5 redirects"):
+            open_range(pool, loop, 0, 10, 4180, **options)  # type: ignore[arg-type]
+    for target in ("file:///etc/passwd", "ftp://x/y"):
+        with pytest.raises(RemoteError, match="which is no web address"):
+            open_range(pool, target, 0, 10, 4180, **options)  # type: ignore[arg-type]
+    pool.close()

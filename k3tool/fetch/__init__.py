@@ -188,7 +188,7 @@ class _Fetch:
         free = free_space(request.folder)
         if dry_run:
             return self._planned(targets, found.partial, found.whole, found.remaining, free)
-        check_space(request.folder, found.remaining, free)
+        check_space(request.folder, found.needed, free)
         facts = {"commit": listing.commit}
         ledger = Ledger(request.folder, request.identity, request.command, facts=facts, overwrite=request.overwrite)
         with ledger:

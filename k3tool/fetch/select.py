@@ -8,6 +8,9 @@ from fnmatch import fnmatchcase
 from k3tool.checkpoint.manifest import MANIFEST_NAME
 from k3tool.errors import UsageError
 from k3tool.hub import RemoteFile
+from k3tool.proofs import PROOFS_NAME
+
+OWN_FILES = (MANIFEST_NAME, PROOFS_NAME)
 
 
 def select(
@@ -26,7 +29,7 @@ def select(
     wanted = {
         name: file
         for name, file in files.items()
-        if name != MANIFEST_NAME  # of whoever uploaded it; this folder gets its own
+        if name not in OWN_FILES  # of whoever uploaded them; this folder gets its own
         and (not include or any(_matches(name, glob) for glob in include))
         and not any(_matches(name, glob) for glob in exclude)
     }

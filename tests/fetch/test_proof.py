@@ -14,7 +14,17 @@ import pytest
 from k3tool import release
 from k3tool.checkpoint.ledger import LEDGER_FOLDER, Ledger
 from k3tool.checkpoint.manifest import FileRecord, load_manifest
-from k3tool.errors import CapacityError, CheckFailed, CheckpointCorrupt, CheckpointMissing, UsageError
+from k3tool.checkpoint.reader import Checkpoint
+from k3tool.checkpoint.source import LocalSource
+from k3tool.checkpoint.writer import ShardWriter
+from k3tool.errors import (
+    CapacityError,
+    CheckFailed,
+    CheckpointCorrupt,
+    CheckpointMissing,
+    UnsupportedError,
+    UsageError,
+)
 from k3tool.fetch import fetch
 from k3tool.fetch.session import check_release
 from k3tool.hub import Listing, RemoteFile
@@ -223,6 +233,22 @@ def test_a_header_damaged_on_the_way_is_fetched_again(
     assert "fetching it once more" in progress.warnings[0]
 
 
+def test_a_single_file_model(checkpoint: Path, tmp_path: Path):
+    source = Checkpoint(LocalSource(checkpoint))
+    folder = tmp_path / "single"
+    folder.mkdir()
+    specs = [source.locate(name).spec for name in source.index.weight_map]
+    with ShardWriter(folder / "model.safetensors", [(s.name, s.dtype, s.shape) for s in specs]) as writer:
+        for spec in specs:
+            writer.append(source.read(spec.name))
+    (folder / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    with serve(folder, REPO) as hub:
+        fetch(REPO, tmp_path / "out", endpoint=hub.endpoint)
+        assert contents(tmp_path / "out") == contents(folder)
+        with pytest.raises(UnsupportedError, match=r"--layers and --text-only need one"):
+            fetch(REPO, tmp_path / "no", endpoint=hub.endpoint, layers="0")
+
+
 # -- the release --
 
 
@@ -268,6 +294,17 @@ def test_what_is_there_needs_no_space(hub: StandIn, checkpoint: Path, tmp_path: 
     fetch(REPO, tmp_path / "out", exclude=[SHARD])
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=145_416))
+    fetch(REPO, tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(checkpoint)
+
+
+def test_a_wrong_file_makes_room_for_the_right_one(
+    hub: StandIn, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    fetch(REPO, tmp_path / "out")
+    os.truncate(tmp_path / "out" / SHARD, 145_000)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=416))
     fetch(REPO, tmp_path / "out")
     assert contents(tmp_path / "out") == contents(checkpoint)
 
