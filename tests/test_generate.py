@@ -107,7 +107,8 @@ def test_bad_sampling_options_are_refused(folder, options):
         opened(folder).generate(IDS, 3, **options)
 
 
-def test_bad_session_options_are_refused(folder):
+def test_bad_session_options_are_refused(folder, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(UsageError, match="float8"):
         opened(folder, dtype="float8")
     with pytest.raises(UnsupportedError, match="triton"):

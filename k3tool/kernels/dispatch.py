@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -60,7 +61,8 @@ def twin(kernel: str, function: str, x: Tensor) -> Callable[..., Any]:
 @cache
 def _find(kernel: str, function: str, device: str, backend: str) -> Callable[..., Any]:
     wanted = ""
-    if device == "cuda" and backend in ("auto", "triton") and not _triton_problem(device):
+    takes_triton = backend == "triton" or (backend == "auto" and device == "cuda")
+    if takes_triton and not _triton_problem(device):
         wanted = "kernel"
     elif device == "cpu" and backend in ("auto", "reference") and compiled.available():
         wanted = "cpu"
@@ -78,14 +80,20 @@ def triton_kernels() -> tuple[str, ...]:
 
 
 def choose_backend(requested: str, device: torch.device) -> Backend:
-    """`auto` takes Triton on a GPU where twins exist, else the reference. Raises UsageError, UnsupportedError."""
+    """`auto` takes Triton on a GPU where twins exist, else the reference. Raises UsageError, UnsupportedError.
+
+    Without a GPU, Triton runs only when it is asked for and `TRITON_INTERPRET=1` says that it may interpret: to test.
+    """
     if requested not in BACKENDS:
         raise UsageError(f"unknown backend {requested!r}", hint=f"backends: {', '.join(BACKENDS)}")
     if requested == "reference":
         return Backend("reference", "asked for")
     problem = _triton_problem(device.type)
     if not problem:
-        return Backend("triton", "asked for" if requested == "triton" else f"kernels for {device.type} are present")
+        if device.type == "cpu" and requested == "auto":
+            return Backend("reference", "Triton would only be interpreted here")
+        reason = "asked for" if requested == "triton" else f"kernels for {device.type} are present"
+        return Backend("triton", reason if device.type == "cuda" else "asked for, interpreted on the CPU")
     if requested == "triton":
         raise UnsupportedError(f"the triton backend cannot run: {problem}", hint="use --backend reference or auto")
     return Backend("reference", problem)
@@ -93,7 +101,7 @@ def choose_backend(requested: str, device: torch.device) -> Backend:
 
 def _triton_problem(device: str) -> str:
     """Why Triton cannot run on a device, or nothing."""
-    if device != "cuda":
+    if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"Triton needs a GPU, the device is {device}"
     if not triton_kernels():
         return "this version holds no Triton kernels"

@@ -203,7 +203,8 @@ def test_sampling_is_repeatable_by_its_seed(mini: Path, capsys):
         (("--input-ids", "1", "--backend", "triton", "--device", "cpu"), 14, "triton"),
     ],
 )
-def test_refusals(mini: Path, capsys, options: tuple[str, ...], code: int, says: str):
+def test_refusals(mini: Path, capsys, monkeypatch, options: tuple[str, ...], code: int, says: str):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     if "cuda" in options:
         torch = pytest.importorskip("torch")
         if torch.cuda.is_available():
@@ -230,7 +231,8 @@ def test_empty_prompts(speaker: Path, tmp_path: Path, capsys):
 
 
 def test_wrong_folders(tmp_path: Path, mini: Path, capsys):
-    assert k3tool(capsys, "run", tmp_path / "absent", "--input-ids", "1").code == 10
+    for absent in (tmp_path / "absent", "some/where", mini / "config.json"):
+        assert k3tool(capsys, "run", absent, "--input-ids", "1").code == 10
     assert k3tool(capsys, "run", tmp_path, "--input-ids", "1").code == 10
     copy = copy_checkpoint(mini, tmp_path / "copy")
     with open(copy / "model-00003-of-000011.safetensors", "r+b") as file:

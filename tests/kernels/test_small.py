@@ -149,7 +149,8 @@ def test_router_options_are_checked():
         route(torch.zeros(1, 8), None, 5, num_groups=2, topk_groups=1)
 
 
-def test_backend_and_device_are_explicit():
+def test_backend_and_device_are_explicit(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     cpu = torch.device("cpu")
     assert choose_backend("reference", cpu).name == "reference"
     chosen = choose_backend("auto", cpu)
