@@ -6,6 +6,7 @@ steps, polynomial of degree 6) and tanh Cephes `tanhf`; both stay within 3 units
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from llvmlite import ir
@@ -14,6 +15,7 @@ from k3tool.kernels.cpu.emit import F32, I16, I32, Emitter, Value, vector
 
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+_EXP_LOW, _EXP_HIGH = -87.3, 88.3
 _TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
 _ROUNDING = 12582912.0  # 1.5 * 2^23: adding it leaves the nearest integer in the low mantissa bits
 
@@ -52,9 +54,10 @@ def to_bfloat16(e: Emitter, value: Value) -> Value:
 
 
 def exp(e: Emitter, x: Value) -> Value:
-    """e^x; arguments beyond +-87 are held there, NaN stays NaN."""
-    low, high = e.number(-87.0, x.type), e.number(87.0, x.type)
-    x = e.select(x < low, low, e.select(x > high, high, x))
+    """e^x; below -87.3, where results are denormal, 0; above 88.3, just short of the largest float32, infinity."""
+    too_small, too_large = x < _EXP_LOW, x > _EXP_HIGH
+    outside = e.select(too_large, e.number(math.inf, x.type), e.number(0.0, x.type))
+    x = e.select(too_small, e.number(_EXP_LOW, x.type), e.select(too_large, e.number(_EXP_HIGH, x.type), x))
     shifted = e.fma(x, e.number(1.44269504088896341, x.type), e.number(_ROUNDING, x.type))
     whole = shifted - _ROUNDING
     x = e.fma(whole, e.number(-_LN2_HIGH, x.type), x)
@@ -64,7 +67,7 @@ def exp(e: Emitter, x: Value) -> Value:
         series = e.fma(series, x, e.number(coefficient, x.type))
     value = e.fma(series, x * x, x + 1.0)
     power = float_of(e, (bits_of(e, shifted) << 23) + (127 << 23))
-    return value * power
+    return e.select(too_small | too_large, outside, value * power)
 
 
 def sigmoid(e: Emitter, x: Value) -> Value:

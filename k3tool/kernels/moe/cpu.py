@@ -20,8 +20,11 @@ from k3tool.kernels.cpu.formats import Format, Fp4, Plain
 from k3tool.kernels.cpu.product import BLOCK_ROWS, DEPTH
 from k3tool.kernels.cpu.scratch import Scratch
 from k3tool.kernels.moe import emit
+from k3tool.kernels.moe.activation import caps_of, gated_activation
 from k3tool.kernels.moe.experts import DenseExperts, Experts, PackedExperts
 from k3tool.kernels.mxfp4 import reference as fp4
+
+__all__ = ["experts_forward", "gated_activation"]
 
 ITEM_TOKENS = 64  # tokens of one expert that pass together: their panel should stay in the second-level cache
 GROUPED_FROM = 4  # mean tokens per visited expert from which grouping pays
@@ -47,7 +50,6 @@ class _Compiled:
         self.expand, self.contract = (library.address(name) for name in ("expand", "contract"))
         self.call = (ctypes.c_int64 * len(emit.CALL))()
         self.address = ctypes.addressof(self.call)
-        self.caps = (ctypes.c_float * 4)()
         self.scratch = Scratch()
 
     def set(self, **fields: int) -> None:
@@ -115,10 +117,10 @@ def experts_forward(
     layer = _layer(experts)
     compiled = layer.compiled
     with compiled.scratch.lock:
-        compiled.caps[:] = beta, 1 / beta, linear_beta, 1 / linear_beta
+        caps = caps_of(beta, linear_beta)
         compiled.set(
             layer=ctypes.addressof(layer.arguments),
-            caps=ctypes.addressof(compiled.caps),
+            caps=ctypes.addressof(caps),
             round=x.dtype == torch.bfloat16,
             silu=activation == "silu",
         )

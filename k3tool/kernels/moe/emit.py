@@ -14,8 +14,9 @@ from llvmlite import ir
 from k3tool.kernels.cpu import product
 from k3tool.kernels.cpu.emit import F32, I64, Emitter, Value, vector
 from k3tool.kernels.cpu.formats import Format, RowAddress
-from k3tool.kernels.cpu.numeric import round_bfloat16, sigmoid, tanh, transpose
+from k3tool.kernels.cpu.numeric import round_bfloat16, transpose
 from k3tool.kernels.cpu.product import BLOCK_ROWS, DEPTH, Tiling
+from k3tool.kernels.moe.activation import gated
 
 # Argument blocks of 64-bit integers. A layer: addresses of the stacked matrices, of their scales and of one float32
 # factor per expert; of the 256 numbers behind scale bytes; width D and hidden units I.
@@ -63,18 +64,7 @@ class _Frame:
         """SiTU or SiLU gating of float32 vectors, rounded on the way in and out."""
         e = self.e
         gate, up = self.rounded(gate), self.rounded(up)
-        likelihood = sigmoid(e, gate)
-        result = e.variable(gate)
-        silu = self.call["silu"] > 0
-        with e.when(silu):
-            result.set(gate * likelihood * up)
-        with e.otherwise(silu):
-            beta, of_beta, linear, of_linear = (
-                e.splat(e.load(F32, self.call["caps"] + 4 * i), self.lanes) for i in range(4)
-            )
-            capped = beta * tanh(e, gate * of_beta) * likelihood
-            result.set(capped * (linear * tanh(e, up * of_linear)))
-        return self.rounded(result.get())
+        return self.rounded(gated(e, gate, up, self.call["silu"] > 0, self.call["caps"]))
 
 
 def _frame(module: ir.Module, name: str, format_: Format, tile: Tiling) -> _Frame:
