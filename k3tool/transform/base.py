@@ -82,7 +82,7 @@ def _rows(dtype: str, shape: tuple[int, ...], axis: int, start: int, stop: int) 
 @lru_cache(maxsize=4096)
 def _blocks(dtype: str, shape: tuple[int, ...], axis: int, start: int, stop: int) -> Blocks:
     rows = _rows(dtype, shape, axis, start, stop)
-    if rows.width != rows.pitch:
+    if rows.width != rows.pitch and rows.rows != 1:
         return rows
     length = rows.width * rows.rows
     return Blocks(rows.offset, length, length, 1)
