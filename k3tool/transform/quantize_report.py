@@ -66,11 +66,15 @@ def report_chunks(head: Mapping[str, Any], rows: Iterable[Row]) -> Iterator[byte
     opening = json.dumps({**head, "columns": COLUMNS}, indent=1, ensure_ascii=False)
     yield opening.removesuffix("\n}").encode()
     yield b',\n "tensors": ['
-    ordered = sorted(rows, key=lambda row: (-row.measured.relative_error, row.path))
+    ordered = sorted(rows, key=_worst_first)
     for number, row in enumerate(ordered):
         line = json.dumps([row.path, row.before, row.after, *row.measured.as_json()], ensure_ascii=False)
         yield (",\n  " if number else "\n  ").encode() + line.encode()
     yield b"\n ]\n}\n"
+
+
+def _worst_first(row: Row) -> tuple[float, str]:
+    return -row.measured.relative_error, row.path
 
 
 def by_component(rows: Iterable[Row], untouched: Mapping[str, int] | None = None) -> dict[str, dict[str, Any]]:
@@ -99,7 +103,7 @@ def _component(rows: list[Row], kept: int) -> dict[str, Any]:
     if kept:
         schemes["keep"] += kept
     whole = total(row.measured for row in rows)
-    changed = sorted((row for row in rows if not row.measured.exact), key=lambda row: -row.measured.relative_error)
+    changed = sorted((row for row in rows if not row.measured.exact), key=_worst_first)
     document: dict[str, Any] = {
         "scheme": next(iter(schemes)) if len(schemes) == 1 else "mixed",
         "tensors": len(rows) + kept,
@@ -131,7 +135,14 @@ def by_layer(rows: Iterable[Row]) -> list[dict[str, Any]]:
         }
         for (component, layer), measured in grouped.items()
     ]
-    return sorted(table, key=lambda entry: -entry["relative_error"])
+    return sorted(
+        table,
+        key=lambda entry: (
+            -entry["relative_error"],
+            entry["component"],
+            -1 if entry["layer"] is None else entry["layer"],
+        ),
+    )
 
 
 def finite(value: float) -> float:

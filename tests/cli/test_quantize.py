@@ -1,0 +1,208 @@
+"""`k3tool quantize` from the outside: what it prints, how it ends, what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from k3tool.execute import Options
+from k3tool.quantize import quantize
+from k3tool.reshard import Request
+from tests.helpers import copy_checkpoint, k3tool, k3tool_process
+
+KEYS = {"scheme", "tensors", "exact_tensors", "relative_error", "max_error", "worst"}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_experts_exactly_and_latents_measured(mini: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ran = k3tool(capsys, "quantize", mini, tmp_path / "q", "--experts", "nvfp4", "--latent", "nf4", "--json")
+    document = ran.json
+    assert ran.code == 0 and document["ok"] is True and document["command"] == "quantize"
+    assert {"bytes_in", "bytes_out", "components", "seconds", "peak_memory_bytes"} <= document.keys()
+    assert document["bytes_in"] == 1_147_856 and document["bytes_out"] == 1_117_700
+    experts, latent = document["components"]["routed_experts"], document["components"]["latent"]
+    assert experts.keys() >= KEYS and latent.keys() >= KEYS
+    assert (experts["scheme"], experts["tensors"], experts["exact_tensors"]) == ("nvfp4", 252, 252)
+    assert (latent["scheme"], latent["tensors"], latent["exact_tensors"]) == ("nf4", 14, 0)
+    assert 0.08 < latent["relative_error"] < 0.1 and len(latent["worst"]) == 5
+    assert document["components"]["vision"]["scheme"] == "keep"
+    assert "k3tool alone" in document["readers"] and "k3tool alone" in ran.err
+    assert k3tool(capsys, "verify", tmp_path / "q", "--depth", "bytes").code == 0
+    assert k3tool(capsys, "inspect", tmp_path / "q", "--json").json["unexpected"] == []
+
+
+def test_people_see_a_table_and_who_can_read_it(mini: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ran = k3tool(capsys, "quantize", mini, tmp_path / "q", "--experts", "int8")
+    assert ran.code == 0
+    assert re.search(r"routed_experts\s+int8\s+252\s+252\s+0\s+0", ran.out)
+    assert "untouched: attn_res" in ran.out and "readable by: engines with a compressed-tensors loader" in ran.out
+    quiet = k3tool(capsys, "quantize", mini, tmp_path / "q", "--experts", "int8", "-q")
+    assert quiet.out.strip() == str(tmp_path / "q") and quiet.err == ""
+
+
+def test_a_dry_run_writes_nothing(mini: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ran = k3tool(capsys, "quantize", mini, tmp_path / "q", "--experts", "nvfp4", "--dry-run", "--json")
+    document = ran.json
+    assert ran.code == 0 and not (tmp_path / "q").exists()
+    assert document["components"] == {"routed_experts": {"from": "mxfp4", "scheme": "nvfp4", "tensors": 252}}
+    assert document["bytes_out"] > document["bytes_in"] and document["step_memory_bytes"] > 0
+    assert k3tool(capsys, "quantize", mini, tmp_path / "q", "--experts", "nvfp4", "--dry-run").code == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (["--experts", "int3"], 2, "unknown scheme 'int3'"),
+        (["--expert", "int4"], 2, "--expert"),
+        (["--format", "zip"], 2, "unknown format 'zip'"),
+        (["--scales", "best"], 2, "unknown way to choose scales"),
+        (["--device", "tpu"], 2, "unknown device"),
+        (["--device", "cuda"], 14, "runs on the CPU"),
+        (["--trunk", "q8_0"], 2, "go with --format gguf"),
+        (["--format", "gguf", "--latent", "nf4"], 2, "--latent does not go with --format gguf"),
+        (["--max-shard-size", "five"], 2, "not a size"),
+        (["--attention", "fp8-block"], 14, "self_attn.b_proj: fp8-block cannot hold"),
+        (["--latent", "nf4", "--exact"], 1, "changes values"),
+        (["--latent", "nf4", "--max-rel-error", "0.05"], 1, "beyond --max-rel-error 0.05"),
+        (["--recipe", "missing.toml"], 10, "cannot read recipe"),
+        (["--gpus", "2", "--tp", "2"], 14, "TP 2 does not divide"),
+    ],
+)
+def test_refusals(
+    mini: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], code: int, said: str
+) -> None:
+    ran = k3tool(capsys, "quantize", mini, tmp_path / "q", *options, "--json")
+    assert ran.code == code and said in ran.err, ran.err
+    assert ran.json["ok"] is False and ran.json["error"]["code"] == code and ran.json["error"]["hint"]
+    assert not (tmp_path / "q" / "config.json").exists()
+
+
+def test_a_broken_bound_shows_the_components(mini: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ran = k3tool(capsys, "quantize", mini, tmp_path / "q", "--latent", "nf4", "--max-rel-error", "0.05", "--json")
+    assert ran.json["components"]["latent"]["relative_error"] > 0.05
+    again = k3tool(capsys, "quantize", mini, tmp_path / "q", "--latent", "nf4", "--max-rel-error", "0.1", "--json")
+    assert again.code == 0 and again.json["bytes_read"] == 0
+
+
+def test_quantized_experts_are_refused(mini: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert k3tool(capsys, "quantize", mini, tmp_path / "a", "--experts", "nvfp4").code == 0
+    ran = k3tool(capsys, "quantize", tmp_path / "a", tmp_path / "b", "--experts", "nvfp4")
+    assert ran.code == 14 and "experts.0.w1 is stored as nvfp4 already" in ran.err and "hint: " in ran.err
+
+
+def test_a_source_that_is_missing_or_short(mini: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert k3tool(capsys, "quantize", tmp_path / "none", tmp_path / "q", "--experts", "nvfp4").code == 10
+    copy = copy_checkpoint(mini, tmp_path / "copy")
+    (copy / "model-00008-of-000011.safetensors").unlink()
+    ran = k3tool(capsys, "quantize", copy, tmp_path / "q", "--experts", "nvfp4")
+    assert ran.code == 10 and "model-00008" in ran.err and not (tmp_path / "q").exists()
+    copy = copy_checkpoint(mini, tmp_path / "short")
+    shard = copy / "model-00010-of-000011.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    assert k3tool(capsys, "quantize", copy, tmp_path / "q", "--experts", "nvfp4").code == 11
+
+
+def test_a_recipe_and_its_report(mini: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe, page = tmp_path / "recipe.toml", tmp_path / "report.html"
+    recipe.write_text(
+        'experts = "nvfp4"\n[[rule]]\nmatch = "re:.*\\\\.shared_experts\\\\..*"\nlayers = "1-3"\nscheme = "int4"\n'
+    )
+    ran = k3tool(capsys, "quantize", mini, tmp_path / "q", "--recipe", recipe, "--report", page, "--json")
+    shared = ran.json["components"]["shared_experts"]
+    assert shared["scheme"] == "mixed" and shared["schemes"] == {"int4": 9, "keep": 12}
+    text = page.read_text()
+    assert text.startswith("<!doctype html>") and "<svg" in text and "shared_experts.gate_proj" in text
+    assert not re.search(r"(?:src|href)\s*=|@import|url\(", text), "the page refers to something outside it"
+    assert f"{shared['relative_error']:.5f}" in text
+
+
+def test_ranks_in_the_same_pass(mini: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ran = k3tool(capsys, "quantize", mini, tmp_path / "q", "--experts", "nvfp4", "--gpus", "4", "--ep", "4", "--json")
+    assert ran.code == 0 and ran.json["layout"] == {"tp": 1, "ep": 4, "pp": 1} and len(ran.json["ranks"]) == 4
+    assert ran.json["components"]["routed_experts"]["tensors"] == 252
+    assert (tmp_path / "q" / "rank-00003-of-00004" / "config.json").is_file()
+    config = json.loads((tmp_path / "q" / "rank-00003-of-00004" / "config.json").read_bytes())
+    assert config["text_config"]["quantization_config"]["format"] == "nvfp4-pack-quantized"
+    assert k3tool(capsys, "reshard", tmp_path / "q", tmp_path / "back", "--gpus", "1", "--layout", "hf").code == 0
+
+
+def test_gguf_is_written_by_the_same_command(mini: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["quantize", mini, tmp_path / "q", "--format", "gguf", "--vocabulary", "ids", "--json"]
+    dry = k3tool(capsys, *arguments, "--dry-run")
+    assert dry.code == 0 and not (tmp_path / "q").exists()
+    ran = k3tool(capsys, *arguments)
+    assert ran.code == 0 and ran.json["components"]["routed_experts"]["relative_error"] == 0
+    assert list((tmp_path / "q").glob("*.gguf"))
+
+
+def test_help_is_quick_and_needs_neither_torch_nor_numba() -> None:
+    code = (
+        "import sys; from k3tool.cli import app; code = app.run(['quantize', '--help']); "
+        "sys.exit(code or bool({'torch', 'numba', 'numpy'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def test_neither_torch_nor_bitsandbytes_is_imported(mini: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from k3tool.quantize import quantize; "
+        f"quantize({str(mini)!r}, {str(tmp_path / 'q')!r}, experts='nvfp4', latent='nf4'); "
+        "sys.exit(bool({'torch', 'bitsandbytes'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stderr == ""
+
+
+def test_killed_at_fifty_moments_it_resumes_to_the_same_bytes(mini: Path, tmp_path: Path) -> None:
+    seed = int.from_bytes(os.urandom(4), "big")
+    moments = random.Random(seed)
+    request = Request(gpus=1, form="hf", max_shard_bytes=100_000)
+    quantize(mini, tmp_path / "whole", experts="nvfp4", latent="nf4", request=request, options=Options(max_workers=2))
+    expected = contents(tmp_path / "whole")
+    assert len(expected) > 10
+    command = [sys.executable, "-m", "tests.cli.quantize_runner", str(mini), str(tmp_path / "killed")]
+    codes, longest = [], 0.25
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as run:
+        assert run.stdin is not None and run.stdout is not None
+
+        def once(delay: float | None) -> int:
+            run.stdin.write("\n")
+            child = int(run.stdout.readline())
+            if delay is not None:
+                time.sleep(delay)
+                os.kill(child, signal.SIGKILL)
+            return int(run.stdout.readline())
+
+        for _ in range(50):
+            codes.append(once(moments.uniform(0.0, longest)))
+            held = contents(tmp_path / "killed") if (tmp_path / "killed").exists() else {}
+            for name, data in held.items():  # a final name never holds partial data
+                if name in expected and not name.endswith(".json"):
+                    assert data == expected[name], f"{name}, seed {seed}"
+            if codes[-1] == 0:  # it was finished before it was killed: begin anew, and kill sooner
+                longest /= 2
+                for path in sorted((tmp_path / "killed").rglob("*"), reverse=True):
+                    path.rmdir() if path.is_dir() else path.unlink()
+        assert once(None) == 0
+        run.stdin.close()
+    assert sum(code == -signal.SIGKILL for code in codes) >= 25, f"seed {seed}: {codes}"
+    found = contents(tmp_path / "killed")
+    assert found.keys() == expected.keys()
+    assert [name for name in found if found[name] != expected[name]] == [], f"seed {seed}"
+
+
+def test_one_process_alone_works_as_well(mini: Path, tmp_path: Path) -> None:
+    ran = k3tool_process("quantize", mini, tmp_path / "q", "--experts", "bf16", "--json", "--verify")
+    assert ran.code == 0 and json.loads(ran.out)["components"]["routed_experts"]["exact_tensors"] == 252
