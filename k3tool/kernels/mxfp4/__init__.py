@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from k3tool.kernels.mxfp4 import reference
+from k3tool.kernels.dispatch import twin
 
 SCALE_DTYPES = (torch.uint8, torch.float8_e8m0fnu, torch.float8_e4m3fn)
 
@@ -38,8 +38,8 @@ def decode_values(
     packed: [..., N/2] uint8. scale: [..., N/group_size], uint8 or float8_e8m0fnu (E8M0: byte 0 is 2^-127, byte 255
     is NaN) or float8_e4m3fn. global_scale: one float32 number, a divisor (`weight_global_scale` of NVFP4).
     Returns [..., N] in dtype (float32 or bfloat16); `out`, contiguous and of that shape and dtype, is filled instead
-    when given. Exact for E8M0 scales in both dtypes, except that bfloat16 and float32 results below 2^-126 follow
-    the subnormals of that dtype; with E4M3 scales the float32 product is rounded once. Raises ValueError.
+    when given. Exact with E8M0 scales from 1 to 254 - in float32 always, in bfloat16 down to its smallest denormal;
+    with E4M3 scales the scale over its divisor and the product are rounded to float32, then to dtype. Raises ValueError.
     """
     group_size_of(packed, scale)
     if packed.dtype != torch.uint8 or scale.dtype not in SCALE_DTYPES:
@@ -49,5 +49,4 @@ def decode_values(
     shape = (*packed.shape[:-1], 2 * packed.shape[-1])
     if out is not None and (out.shape != shape or out.dtype != dtype or not out.is_contiguous()):
         raise ValueError(f"out must be contiguous {shape} {dtype}, found {tuple(out.shape)} {out.dtype}")
-    values = reference.decode_values(packed, scale, dtype, global_scale=global_scale)
-    return values if out is None else out.copy_(values)
+    return twin("mxfp4", "decode_values", packed)(packed, scale, dtype, global_scale=global_scale, out=out)

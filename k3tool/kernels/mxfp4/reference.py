@@ -30,10 +30,13 @@ def scale_values(scale: Tensor, global_scale: Tensor | None = None) -> Tensor:
     return values if global_scale is None else values / global_scale.float()
 
 
-def decode_values(packed: Tensor, scale: Tensor, dtype: torch.dtype, *, global_scale: Tensor | None = None) -> Tensor:
+def decode_values(
+    packed: Tensor, scale: Tensor, dtype: torch.dtype, *, global_scale: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
     """packed [..., N/2], scale [..., N/group_size] -> [..., N] in dtype. See the public twin."""
     nibbles = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
     values = code_values(packed.device)[nibbles.long()]
     scales = scale_values(scale, global_scale)
     grouped = values.unflatten(-1, (scales.shape[-1], -1))
-    return (grouped * scales.unsqueeze(-1)).flatten(-2).to(dtype)
+    numbers = (grouped * scales.unsqueeze(-1)).flatten(-2).to(dtype)
+    return numbers if out is None else out.copy_(numbers)

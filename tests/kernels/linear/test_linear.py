@@ -8,7 +8,7 @@ from torch import Tensor
 
 from k3tool.kernels import cpu as compiled
 from k3tool.kernels.dispatch import use
-from k3tool.kernels.linear import linear, reference
+from k3tool.kernels.linear import linear
 
 needs_compiler = pytest.mark.skipif(not compiled.available(), reason="compiled kernels are not available here")
 # (out, in): single row, in below and beside a block of 16, out beside a group of 4 and a block of rows, real shapes.
