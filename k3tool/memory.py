@@ -17,7 +17,13 @@ def available_bytes() -> int:
 
 
 def peak_bytes() -> int:
-    """The largest resident size that this process has had."""
+    """The largest resident size that this process has had.
+
+    Linux counts the peak of whoever started this program into `ru_maxrss`; `VmHWM` is this program's own.
+    """
+    own = _fields(Path("/proc/self/status")).get("VmHWM:")
+    if own is not None:
+        return own * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
