@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 import traceback
@@ -67,6 +68,9 @@ _PARSER_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and leave the process with the documented exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a narrow encoding shows \u4e2d rather than failing
+            stream.reconfigure(errors="backslashreplace")
     code = run(arguments)
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()

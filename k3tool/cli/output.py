@@ -29,7 +29,8 @@ def clean(text: str) -> str:
 
 
 def print_json(document: dict[str, Any]) -> None:
-    sys.stdout.write(json_module.dumps(document, ensure_ascii=False, default=str) + "\n")
+    narrow = (getattr(sys.stdout, "encoding", None) or "utf-8").lower().replace("-", "") != "utf8"
+    sys.stdout.write(json_module.dumps(document, ensure_ascii=narrow, default=str) + "\n")
 
 
 def print_failure(command: str, error: K3Error, *, as_json: bool) -> None:

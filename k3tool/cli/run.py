@@ -61,6 +61,7 @@ def command(
 ) -> None:
     """Generate from a prompt. Text streams to stdout as it appears; timing and memory follow on stderr."""
     from k3tool.checkpoint.reader import Checkpoint
+    from k3tool.checkpoint.source import LocalSource
     from k3tool.tokenizer import find_tokenizer
 
     given = [name for name, value in (("--prompt", prompt), ("--prompt-file", prompt_file), ("--input-ids", input_ids)) if value is not None]  # fmt: skip
@@ -75,7 +76,7 @@ def command(
         raise UsageError(f"cannot write {logits_out}", hint="name a file in a folder that exists")
     budget = parse_size(memory) if memory is not None else None
     with Output("run", json=json, quiet=quiet) as output:
-        checkpoint = Checkpoint.open(folder)
+        checkpoint = Checkpoint(LocalSource(folder))  # never a repository: weights are read again and again
         config = checkpoint.config
         if input_ids is not None:
             ids = parse_ids(input_ids)

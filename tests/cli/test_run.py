@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetensors.numpy import load_file
 
 from k3tool import generate
 from k3tool.chat import render, render_prompt
+from k3tool.cli import app
 from k3tool.cli.run import parse_ids, visible
 from k3tool.errors import UsageError
 from k3tool.synthetic import tiny_config, write_checkpoint
@@ -275,3 +277,33 @@ def test_as_a_process(speaker: Path):
     done = subprocess.run([*command, "--json"], capture_output=True, timeout=120, check=False)
     assert done.returncode == 0
     assert json.loads(done.stdout)["ok"] is True and len(json.loads(done.stdout)["token_ids"]) == 3
+
+
+def test_a_real_interrupt(mini: Path, tmp_path: Path):
+    copy = copy_checkpoint(mini, tmp_path / "copy")
+    config = json.loads((copy / "config.json").read_bytes())
+    config["eos_token_id"] = config["text_config"]["eos_token_id"] = None
+    (copy / "config.json").write_text(json.dumps(config))
+    command = [sys.executable, "-m", "k3tool", "run", str(copy), "--input-ids", "1", "--max-new-tokens", "1000000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        first = process.stdout.read(20)
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate(timeout=120)
+    assert process.returncode == 130 and errors.endswith("hint: run the same command again: it starts over\n")
+    assert (first + rest).endswith("\n") and all(word.isdigit() for word in (first + rest).split())
+
+
+def test_a_narrow_encoding_fails_nothing(speaker: Path, monkeypatch):
+    """Generated text and documents hold what an ASCII terminal cannot show."""
+    command = ["run", str(speaker), "--prompt", "é", "--max-new-tokens", "40", "--temperature", "9", "--seed", "1"]
+    outputs = []
+    for options in ([], ["--json"]):
+        raw = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii", write_through=True))
+        with pytest.raises(SystemExit) as done:
+            app.main([*command, *options])
+        assert done.value.code == 0
+        outputs.append(raw.getvalue())
+    assert b"\\ufffd" in outputs[0] and outputs[0].isascii()
+    assert "\ufffd" in json.loads(outputs[1])["text"]
