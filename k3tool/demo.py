@@ -41,7 +41,7 @@ STEPS = (
     Step("Download the 96 shards, each checked while it is written.", ("fetch", REPO, "--local-dir", "checkpoint")),
     Step("Read every byte again and compare.", ("verify", "checkpoint", "--depth", "bytes", "--full")),
     Step("What is in it?", ("inspect", "checkpoint")),
-    Step("Would it fit on 4 GPUs?", ("plan", "checkpoint", "--gpus", "4", "--gpu-memory", "1GB")),
+    Step("Would it fit on 4 GPUs?", ("plan", "checkpoint", "--gpus", "4", "--gpu-memory", "1GB", "--context", "4096")),
     Step("The same question about the real release on 16 H200.", ("plan", "k3", "--gpus", "16", "--gpu-memory", "h200")),
     Step("Cut it for those 4 GPUs and read it back.", ("reshard", "checkpoint", "ranks", "--gpus", "4", "--tp", "2", "--ep", "2", "--verify")),
     Step("Experts to NVFP4 without changing a value, latent projections to NF4.", ("quantize", "checkpoint", "quantized", "--experts", "nvfp4", "--latent", "nf4")),
@@ -70,7 +70,8 @@ def prepare(folder: Path, progress: Progress = SILENT) -> None:
     write_atomic(folder / MARKER, b"written by k3tool demo; the next demo here starts over\n")
     for name in _OWN:
         shutil.rmtree(folder / name, ignore_errors=True)
-    config = tiny_config(num_layers=93, block_size=12, kda_heads=4, mla_heads=4, num_experts=8, experts_per_token=2)
+    config = tiny_config(num_layers=93, block_size=12, kda_heads=4, mla_heads=4, num_experts=8, experts_per_token=2,
+                         moe_intermediate_size=64)  # fmt: skip
     write_checkpoint(folder / "hub", config, tokenizer=True, progress=progress)
 
 
