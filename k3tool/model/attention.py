@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from k3tool.kernels.conv import causal_conv
-from k3tool.kernels.kda import kda
+from k3tool.kernels.kda import kda, kda_decode
 from k3tool.kernels.linear import linear
 from k3tool.kernels.mla import mla
 from k3tool.kernels.norm import gated_rms_norm, rms_norm
@@ -47,13 +47,18 @@ class KdaAttention:
         width, dim, heads = self.heads * self.head_dim, self.head_dim, self.heads
         gate_width = width if self.g_b_proj is None else dim
         qkv, gate, f, b = linear(x, self.in_proj).split([3 * width, gate_width, dim, heads], dim=-1)
+        f = linear(f, self.f_b_proj).unflatten(-1, (heads, dim))  # [T, H, D]
+        gate = (gate if self.g_b_proj is None else linear(gate, self.g_b_proj)).unflatten(-1, (heads, dim))
+        if x.shape[0] == 1:
+            out = kda_decode(
+                qkv, self.conv1d, cache.history, f, b, self.A_log, self.dt_bias, cache.state, gate, self.o_norm,
+                lower_bound=self.lower_bound, eps=self.eps,
+            )  # fmt: skip
+            return linear(out.flatten(1), self.o_proj)
         q, k, v = causal_conv(qkv.unsqueeze(0), self.conv1d, cache.history).unflatten(-1, (3, heads, dim)).unbind(2)
-        f = linear(f, self.f_b_proj).unflatten(-1, (heads, dim)).unsqueeze(0)
-        out = kda(
-            q, k, v, f, b.unsqueeze(0), self.A_log, self.dt_bias, cache.state, lower_bound=self.lower_bound
-        ).squeeze(0)  # [T, H, D]
-        gate = gate if self.g_b_proj is None else linear(gate, self.g_b_proj)
-        out = gated_rms_norm(out, gate.unflatten(-1, (heads, dim)), self.o_norm, self.eps)
+        f, b = f.unsqueeze(0), b.unsqueeze(0)
+        out = kda(q, k, v, f, b, self.A_log, self.dt_bias, cache.state, lower_bound=self.lower_bound).squeeze(0)
+        out = gated_rms_norm(out, gate, self.o_norm, self.eps)
         return linear(out.flatten(1), self.o_proj)
 
 

@@ -7,8 +7,19 @@ import math
 import pytest
 import torch
 
-from k3tool.kernels.kda import kda
+from k3tool.kernels import cpu as compiled
+from k3tool.kernels.conv import causal_conv
+from k3tool.kernels.dispatch import use
+from k3tool.kernels.kda import kda, kda_decode
 from k3tool.kernels.kda.reference import log_decay
+from k3tool.kernels.norm import gated_rms_norm
+
+
+@pytest.fixture(params=["torch", "reference"], autouse=True)
+def backend(request):
+    """Every test runs on the torch twins and on what the reference backend runs on this processor (compiled code)."""
+    with use(request.param):
+        yield request.param
 
 
 def naive(q, k, v, f, b, a_log, dt_bias, state, lower_bound):
@@ -151,3 +162,48 @@ def test_shapes_are_checked():
         kda(*args[:6], args[6][:, :-1], args[7], lower_bound=-5.0)
     with pytest.raises(ValueError, match="contiguous float32"):
         kda(*args[:7], args[7].double(), lower_bound=-5.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lower_bound", [-5.0, None])
+@pytest.mark.parametrize("batch,heads,dim,width", [(1, 3, 32, 4), (2, 5, 7, 2), (1, 1, 33, 1), (3, 2, 128, 4)])
+def test_a_decode_step_is_convolution_recurrence_and_norm(batch, heads, dim, width, lower_bound, dtype):
+    """Against the three public calls on the torch twins; rows are views into wider ones, as the layer gives them."""
+    generator = torch.Generator().manual_seed(dim)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    channels = 3 * heads * dim
+    x = draw(batch, channels + 10).to(dtype)[:, 5:-5]
+    weight, history = draw(width, channels), draw(batch, width - 1, channels).to(dtype)
+    f, gate = (draw(batch, heads * dim + 3).to(dtype)[:, 3:].unflatten(1, (heads, dim)) for _ in range(2))
+    b = draw(batch, heads + 1).to(dtype)[:, 1:]
+    a_log, dt_bias, norm = draw(heads), draw(heads, dim), draw(dim)
+    state = draw(batch, heads, dim, dim)
+    own_history, own_state = history.clone(), state.clone()
+    with use("torch"):
+        q, k, v = causal_conv(x[:, None], weight, own_history).unflatten(-1, (3, heads, dim)).unbind(2)
+        out = kda(q, k, v, f[:, None], b[:, None], a_log, dt_bias, own_state, lower_bound=lower_bound)
+        expected = gated_rms_norm(out[:, 0], gate, norm, 1e-5)
+    found = kda_decode(x, weight, history, f, b, a_log, dt_bias, state, gate, norm, lower_bound=lower_bound, eps=1e-5)
+    assert found.dtype == dtype
+    # In bfloat16 a value between two roundings may fall to either side; float32 sums in another order.
+    assert error(found, expected.double()) < (BOUND if dtype == torch.float32 else 2e-3)
+    assert error(state, own_state.double()) < BOUND
+    assert torch.equal(history, own_history)
+
+
+def test_compiled_code_reads_only_what_it_wrote(backend):
+    """Working memory is reused between calls: filled with NaN it must not show."""
+    if backend == "torch" or not compiled.available():
+        pytest.skip("torch twins have no working memory of their own")
+    from k3tool.kernels.kda import cpu
+
+    for time in (1, 3, 64, 70):
+        args = inputs(time, key_dim=20, value_dim=33)
+        expected, last = naive(*args, -5.0)
+        kda(*inputs(time, key_dim=20, value_dim=33), lower_bound=-5.0)
+        cpu._compiled().scratch.poison()
+        assert error(kda(*args, lower_bound=-5.0), expected) < BOUND
+        assert error(args[-1], last) < BOUND

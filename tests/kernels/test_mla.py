@@ -7,7 +7,15 @@ import math
 import pytest
 import torch
 
+from k3tool.kernels.dispatch import use
 from k3tool.kernels.mla import mla, reference
+
+
+@pytest.fixture(params=["torch", "reference"], autouse=True)
+def backend(request):
+    """Every test runs on the torch twins and on what the reference backend runs on this processor (compiled code)."""
+    with use(request.param):
+        yield request.param
 
 
 def naive(q, cache, kv_b, key_dim):

@@ -8,9 +8,16 @@ import torch
 from k3tool.errors import UnsupportedError, UsageError
 from k3tool.kernels.attn_res import mix_blocks
 from k3tool.kernels.conv import causal_conv
-from k3tool.kernels.dispatch import choose_backend, choose_device
+from k3tool.kernels.dispatch import choose_backend, choose_device, use
 from k3tool.kernels.norm import gated_rms_norm, l2_normalize, rms_norm
 from k3tool.kernels.router import select_experts
+
+
+@pytest.fixture(params=["torch", "reference"], autouse=True)
+def backend(request):
+    """Every test runs on the torch twins and on what the reference backend runs on this processor (compiled code)."""
+    with use(request.param):
+        yield request.param
 
 
 def error(found, expected):

@@ -112,7 +112,8 @@ def emit_micro(module: ir.Module, tile: Tiling, vectors: int) -> ir.Function:
     weights, x, depth, c = e.params
     wide, rows = vector(F32, tile.lanes), tile.rows_for(vectors)
     places = [[c + 4 * (tile.tokens * row + tile.lanes * v) for v in range(vectors)] for row in range(rows)]
-    sums = [[e.variable(e.load(wide, place)) for place in row] for row in places]
+    # From zero for every stretch of columns, not on top of c: shorter chains of additions round less.
+    sums = [[e.variable(e.number(0.0, wide)) for _ in row] for row in places]
     with e.loop(0, depth) as k:
         xs = [e.load(wide, x + k * (4 * tile.tokens) + 4 * tile.lanes * v) for v in range(vectors)]
         for row in range(rows):
@@ -121,7 +122,7 @@ def emit_micro(module: ir.Module, tile: Tiling, vectors: int) -> ir.Function:
                 sums[row][v].set(e.fma(weight, xs[v], sums[row][v].get()))
     for row_sums, row_places in zip(sums, places, strict=True):
         for total, place in zip(row_sums, row_places, strict=True):
-            e.store(total.get(), place)
+            e.store(e.load(wide, place) + total.get(), place)
     e.finish()
     return e.function
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from k3tool.kernels.dispatch import twin
 
-__all__ = ["kda"]
+__all__ = ["kda", "kda_decode"]
 
 
 def kda(
@@ -53,3 +53,50 @@ def kda(
     if state.dtype != torch.float32 or not state.is_contiguous():
         raise ValueError("state must be contiguous float32")
     return twin("kda", "kda", q)(q, k, v, f, b, a_log, dt_bias, state, lower_bound=lower_bound)
+
+
+def kda_decode(
+    x: Tensor,
+    conv_weight: Tensor,
+    history: Tensor,
+    f: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    gate: Tensor,
+    norm_weight: Tensor,
+    *,
+    lower_bound: float | None,
+    eps: float,
+) -> Tensor:
+    """One token of the whole layer between its projections: convolution, recurrence, gated norm -> [B, H, D] in x.dtype.
+
+    x: [B, 3 H D], the projections q, k, v. conv_weight: [W, 3 H D] float32. history: [B, W - 1, 3 H D] in x.dtype,
+    moved on by one token. f, gate: [B, H, D]; b: [B, H]; a_log: [H], dt_bias: [H, D], norm_weight: [D], float32. state:
+    [B, H, D, D] float32, contiguous, updated in place. Equals `causal_conv`, `kda` and `gated_rms_norm` in turn, their
+    roundings to x.dtype included. Raises ValueError.
+    """
+    batch, heads, dim, _ = state.shape
+    width = 3 * heads * dim
+    shapes = {
+        "x": (x, (batch, width)),
+        "conv_weight": (conv_weight, (conv_weight.shape[0], width)),
+        "history": (history, (batch, conv_weight.shape[0] - 1, width)),
+        "f": (f, (batch, heads, dim)),
+        "b": (b, (batch, heads)),
+        "a_log": (a_log, (heads,)),
+        "dt_bias": (dt_bias, (heads, dim)),
+        "state": (state, (batch, heads, dim, dim)),
+        "gate": (gate, (batch, heads, dim)),
+        "norm_weight": (norm_weight, (dim,)),
+    }
+    for name, (tensor, shape) in shapes.items():
+        if tensor.shape != shape:
+            raise ValueError(f"{name} must be {shape}, found {tuple(tensor.shape)}")
+    if state.dtype != torch.float32 or not state.is_contiguous() or history.dtype != x.dtype:
+        raise ValueError("state must be contiguous float32, and history in the dtype of x")
+    run = twin("kda", "kda_decode", x)
+    return run(
+        x, conv_weight, history, f, b, a_log, dt_bias, state, gate, norm_weight, lower_bound=lower_bound, eps=eps
+    )

@@ -18,6 +18,9 @@ from k3tool.kernels.cpu.scratch import Scratch
 from k3tool.kernels.linear import reference
 
 NATIVE_TOKENS = 32  # from so many on, a processor with bfloat16 matrix instructions wins through torch
+# Float32 products this small cost little more than calling them. They are summed in float64: networks of many layers
+# amplify what is rounded away, and small ones are compared digit by digit.
+EXACT_TOKENS, EXACT_WEIGHTS = 256, 1 << 17
 ROWS_AT_ONCE = 4  # of the dot-product kernel: enough to share the loads of x, few enough for registers
 TOKENS_AT_ONCE = 256  # longer prompts pass in blocks of this many tokens, so that panels stay cached
 # Fields of the argument block, in order.
@@ -123,6 +126,8 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
         return reference.linear(x, weight)
     if tokens >= NATIVE_TOKENS and x.dtype == weight.dtype == torch.bfloat16 and _has_bfloat16_units():
         return functional.linear(x, weight)
+    if 1 < tokens <= EXACT_TOKENS and x.dtype == torch.float32 and weight.numel() <= EXACT_WEIGHTS:
+        return functional.linear(x.double(), weight.double()).to(torch.float32)
     out = torch.empty((*x.shape[:-1], rows), dtype=x.dtype)
     compiled = _compiled(weight.dtype)
     with compiled.scratch.lock:
