@@ -418,7 +418,9 @@ def _effects(inventory: Inventory, layout: Layout, workload: Workload, card: Car
         for scheme in (KEEP, *SCHEMES) if present else ():
             experts, latent = (scheme, KEEP) if component == "experts" else (KEEP, scheme)
             try:
-                stages = stage_memory(inventory.with_schemes(experts, latent), layout, workload)
+                stored = inventory.with_schemes(experts, latent)
+                layouts.check(stored.config, layout)
+                stages = stage_memory(stored, layout, workload)
             except K3Error as error:
                 yield SchemeEffect(component, scheme, problem=error.message.removeprefix("module: "))
                 continue

@@ -381,3 +381,13 @@ def test_the_page_stands_alone_and_has_a_bar_for_every_rank(k3: Inventory):
 def test_stage_layers_cover_the_model():
     for pp in range(1, 9):
         assert [layer for stage in stages(8, pp) for layer in stage] == list(range(8))
+
+
+def test_a_scheme_that_the_layout_cannot_have_is_a_problem():
+    """bfloat16 experts of intermediate width 64 divide by TP 4; MXFP4 groups of 32 do not."""
+    document = tiny_config(kda_heads=4, mla_heads=4, moe_intermediate_size=64)
+    document["text_config"].pop("quantization_config")
+    plan = plan_deployment(Inventory.from_config(K3Config.from_dict(document)), source="x", gpus=4, tp=4)
+    problems_of = {effect.scheme: effect.problem for effect in plan.effects if effect.component == "experts"}
+    assert problems_of["keep"] == problems_of["fp8-channel"] == ""
+    assert "no whole scale groups" in problems_of["mxfp4"]

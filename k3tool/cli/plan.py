@@ -15,7 +15,6 @@ from k3tool.units import format_bytes
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from k3tool.layout import Layout
     from k3tool.planner import Deployment
 
 SOURCE_HELP = "Checkpoint folder, config.json, Hub repository org/name[@revision], or k3: the built-in release."
@@ -103,7 +102,7 @@ def _show(console: Console, plan: Deployment, origin: str) -> None:
         lines.append(f"price: {plan.price_per_hour:,.2f} an hour")
     if layout.ranks > 1:
         lines.append(
-            f"an even share of the weights would be {format_bytes(plan.even_share_bytes)}; {_held_whole(layout)}"
+            f"an even share of the weights would be {format_bytes(plan.even_share_bytes)}; {_held_whole(plan)}"
         )
     for line in lines:
         console.print(line, markup=False)
@@ -113,10 +112,13 @@ def _show(console: Console, plan: Deployment, origin: str) -> None:
     _show_others(console, plan)
 
 
-def _held_whole(layout: Layout) -> str:
-    held = []
+def _held_whole(plan: Deployment) -> str:
+    """Why ranks hold more than an even share."""
+    layout, held = plan.layout, []
     if layout.tp > 1:
-        held.append("every TP rank holds the MoE latent projections, the router and the vision tower whole")
+        most = sorted(plan.replicated, key=lambda name: -plan.replicated[name])[:3]
+        whole = format_bytes(sum(plan.replicated.values()))
+        held.append(f"every TP rank holds {whole} whole (most of it {', '.join(most)})")
     if layout.ep > 1:
         held.append("every EP rank holds all but the routed experts")
     if layout.pp > 1:
