@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import ClassVar
 from urllib.parse import urlsplit
 
+import huggingface_hub
 import pytest
 
 from k3tool.checkpoint.reader import Checkpoint
@@ -214,6 +215,20 @@ def test_offline(hub: StandIn, monkeypatch: pytest.MonkeyPatch):
     assert error.message == f"HF_HUB_OFFLINE is set, so org/mini at {hub.endpoint} cannot be reached"
     assert "unset HF_HUB_OFFLINE" in error.hint
     assert hub.requests == []
+
+
+def test_offline_with_a_cache(hub: StandIn, mini: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    huggingface_hub.snapshot_download(REPO, cache_dir=tmp_path, endpoint=hub.endpoint)
+    asked = len(hub.requests)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for text in (REPO, f"{REPO}@main", f"{REPO}@{hub.repos[REPO].commit}"):
+        opened = open_source(text)
+        assert isinstance(opened, LocalSource) and inspect(Checkpoint(opened)).conformance.ok
+    for text in (f"{REPO}@v2", f"{REPO}@../../x", "org/other"):
+        with pytest.raises((RemoteError, CheckpointMissing)):
+            open_source(text).files()
+    assert len(hub.requests) == asked
 
 
 def test_endpoints(monkeypatch: pytest.MonkeyPatch):

@@ -93,7 +93,8 @@ def read_exactly(descriptor: int, offset: int, buffer: memoryview, *, where: str
 
 
 def open_source(text: str | Path) -> Source:
-    """A local folder where one exists, else a Hub repository `org/name[@revision]` or `hf://org/name[@revision]`.
+    """A local folder where one exists, else a Hub repository `org/name[@revision]` or `hf://org/name[@revision]`; while
+    HF_HUB_OFFLINE is set, what the Hub client's cache holds of it.
 
     Raises CheckpointMissing for a path that does not exist, UsageError for text that is neither.
     """
@@ -107,7 +108,12 @@ def open_source(text: str | Path) -> Source:
     if ".." in match["repo"] or ".." in (match["revision"] or ""):
         raise UsageError(f"not a repository: {text}", hint="write org/name or org/name@revision")
     from k3tool.hub import HubSource
+    from k3tool.hub.cache import cached_snapshot
+    from k3tool.hub.remote import is_offline
 
+    snapshot = cached_snapshot(match["repo"], match["revision"]) if is_offline() else None
+    if snapshot is not None:
+        return LocalSource(snapshot)
     return HubSource(match["repo"], match["revision"])
 
 

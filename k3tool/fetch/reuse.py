@@ -19,29 +19,17 @@ from k3tool.checkpoint.manifest import Manifest
 from k3tool.checkpoint.writer import fsync_folder, no_space
 from k3tool.fetch.partial import READ_BLOCK, Digests, partial_path
 from k3tool.hub import RemoteFile
+from k3tool.hub.cache import cache_folder
 
 _FICLONE = 0x40049409
 How = Literal["reflink", "hard link", "copy"]
-
-
-def hub_cache() -> Path:
-    """The Hub client's cache as the environment places it now."""
-    for name, below in (
-        ("HF_HUB_CACHE", ""),
-        ("HUGGINGFACE_HUB_CACHE", ""),
-        ("HF_HOME", "hub"),
-        ("XDG_CACHE_HOME", "huggingface/hub"),
-    ):
-        if os.environ.get(name):
-            return Path(os.environ[name]).expanduser() / below
-    return Path.home() / ".cache" / "huggingface" / "hub"
 
 
 def candidates(repo: str, name: str, file: RemoteFile, folders: Sequence[Path]) -> Iterator[Path]:
     """Existing files of the right size that may hold `name`: cache blobs first (named by digest), then folders."""
     places = [folder / name for folder in folders]
     if file.etag:
-        places.insert(0, hub_cache() / f"models--{repo.replace('/', '--')}" / "blobs" / file.etag)
+        places.insert(0, cache_folder(repo) / "blobs" / file.etag)
     for place in places:
         with contextlib.suppress(OSError):
             if place.is_file() and place.stat().st_size == file.size:
