@@ -148,7 +148,12 @@ class Shrinker:
         """Shards, then the index and the configuration. Raises UnsupportedError, CheckpointCorrupt, RemoteError."""
         shards = self._wanted_shards()
         with ThreadPoolExecutor(max(1, min(workers, len(shards)))) as pool:
-            parts = list(pool.map(self._shard, shards))
+            try:
+                parts = list(pool.map(self._shard, shards))
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                self.source.stop()
+                raise
         kept = [part for part in parts if part is not None]
         if not kept:
             raise UsageError("nothing is left of the checkpoint", hint="choose at least one layer")

@@ -67,15 +67,15 @@ class Connections:
         if connection is not None:
             return connection, True
         connection = _connect(url)
-        near = time.monotonic()
+        began = time.monotonic()
         try:
             connection.connect()
         except OSError as error:
             connection.close()
             raise Transient(f"no connection to {urlsplit(url).netloc} ({_words(error)})") from None
-        near = time.monotonic() - near
+        is_near = time.monotonic() - began < NEAR_S
         connection.sock.settimeout(self.stall_s)
-        if near < NEAR_S:  # keeps what a killed process had not read yet, and must ask for again, small
+        if is_near:  # keeps what a killed process had not read yet, and must ask for again, small
             connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, NEAR_BUFFER)
         with self._lock:
             self._open.add(connection)
