@@ -94,7 +94,7 @@ def test_exit_codes_are_the_documented_ones():
     tree = {name: code for name, code in tree.items() if hasattr(errors, name)}
     assert tree == {
         "CheckFailed": 1, "UsageError": 2, "PartlyDone": 3, "CheckpointMissing": 10, "CheckpointCorrupt": 11,
-        "CapacityError": 12, "RemoteError": 13, "UnsupportedError": 14,
+        "CapacityError": 12, "RemoteError": 13, "UnsupportedError": 14, "Interrupted": 130,
     }  # fmt: skip
     for code in [*tree.values(), errors.EXIT_BUG, errors.EXIT_INTERRUPTED]:
         assert re.search(rf"\b{code} ", cli.EXIT_CODES)
