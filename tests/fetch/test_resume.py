@@ -37,7 +37,7 @@ def larger(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("larger") / "repository"
     folder.mkdir()
     config = tiny_config(
-        num_layers=6, hidden_size=512, num_experts=32, moe_intermediate_size=256, latent_size=256, vocab_size=4096,
+        num_layers=6, hidden_size=512, num_experts=6, moe_intermediate_size=608, latent_size=512, vocab_size=4096,
         intermediate_size=2048, kda_heads=4, kda_head_dim=64,
     )  # fmt: skip
     write_checkpoint(folder, config)
