@@ -1,0 +1,270 @@
+"""Routed experts in Triton: grouped products on weights as they are stored, the activation fused between.
+
+Tokens are sorted by expert; a program takes up to BLOCK_M tokens of one expert and some rows of its matrices. Few tokens
+(decode) skip the sorting: every visit is a program of its own, bound by the memory that its weights take. Results of a
+token's experts are summed in float32 in ascending order of expert, so a run repeats bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from k3tool.kernels.lang import (
+    IS_INTERPRETED,
+    cast,
+    dense_last,
+    dot_type,
+    gated,
+    on_hip,
+    power_of_two,
+    precision,
+    rounded,
+)
+from k3tool.kernels.moe.experts import Experts
+from k3tool.kernels.moe.storage import Stored, stored
+from k3tool.kernels.moe.tiles import add_product
+
+DIRECT_VISITS = 128  # up to so many (token, expert) pairs, sorting costs more than reading some weights twice
+DIRECT_ROWS = 16  # rows of a tile of matrix units; all but one are padding when every visit is on its own
+
+
+@triton.jit
+def _visits(order, experts, starts, counts, block, BLOCK_M: tl.constexpr, IS_DIRECT: tl.constexpr):
+    """(expert, number of visits, their sorted positions [BLOCK_M], themselves [BLOCK_M]) of a block of visits."""
+    i = tl.arange(0, BLOCK_M)
+    expert = tl.load(experts + block).to(tl.int64)
+    if IS_DIRECT:
+        number = block * 0 + 1
+        position = block.to(tl.int64) + i
+        visit = position
+    else:
+        number = tl.load(counts + block)
+        position = tl.load(starts + block).to(tl.int64) + i
+        visit = tl.load(order + position, i < number, 0).to(tl.int64)
+    return expert, number, position, visit
+
+
+@triton.jit
+def gate_up_kernel(
+    x, order, experts, starts, counts, w1, w1_scale, w1_global, w3, w3_scale, w3_global, hidden,
+    x_t, x_parity, x_pair, top_k, inner, width, scale_size, beta, linear_beta,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, NIBBLES: tl.constexpr, HAS_GLOBAL: tl.constexpr,
+    SITU: tl.constexpr, IS_DIRECT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Programs (block of hidden units, block of visits): hidden [visits, inner] = act(x w1^T, x w3^T), sorted.
+
+    With NIBBLES, hidden holds its even columns, then its odd ones. width: of x, the columns of w1 and w3.
+    """
+    block = tl.program_id(1)
+    expert, number, position, visit = _visits(order, experts, starts, counts, block, BLOCK_M, IS_DIRECT)
+    if number > 0:
+        here = tl.arange(0, BLOCK_M) < number
+        n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+        WIDE: tl.constexpr = BLOCK_K // 2 if NIBBLES else BLOCK_K
+        row_codes = width // 2 if NIBBLES else width
+        matrix = expert * inner * row_codes
+        at_scale = expert * scale_size
+        source = x + (visit // top_k)[:, None] * x_t
+        gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k0 in range(0, width, BLOCK_K):
+            j = (k0 // 2 if NIBBLES else k0) + tl.arange(0, WIDE)[None, :]
+            inside = here[:, None] & (j < row_codes)
+            even = tl.load(source + j * x_pair, inside, 0.0).to(DOT)
+            odd = tl.load(source + j * x_pair + x_parity, inside, 0.0).to(DOT) if NIBBLES else even
+            gate = add_product(
+                gate, even, odd, w1 + matrix, w1_scale + at_scale, n, k0, inner, width, SCALE_ROWS, FORMAT, GROUP,
+                BLOCK_N, BLOCK_K, DOT, PRECISION,
+            )  # fmt: skip
+            up = add_product(
+                up, even, odd, w3 + matrix, w3_scale + at_scale, n, k0, inner, width, SCALE_ROWS, FORMAT, GROUP,
+                BLOCK_N, BLOCK_K, DOT, PRECISION,
+            )  # fmt: skip
+        if HAS_GLOBAL:
+            gate = gate / tl.load(w1_global + expert)
+            up = up / tl.load(w3_global + expert)
+        TYPE: tl.constexpr = hidden.dtype.element_ty
+        result = cast(gated(rounded(gate, TYPE), rounded(up, TYPE), SITU, beta, linear_beta), TYPE)
+        column = n % 2 * (inner // 2) + n // 2 if NIBBLES else n
+        tl.store(hidden + position[:, None] * inner + column[None, :], result, here[:, None] & (n < inner)[None, :])
+
+
+@triton.jit
+def down_kernel(
+    hidden, order, experts, starts, counts, w2, w2_scale, w2_global, out, inner, width, scale_size,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, NIBBLES: tl.constexpr, HAS_GLOBAL: tl.constexpr,
+    IS_DIRECT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Programs (block of columns, block of visits): out [visits, width] = hidden w2^T, in the order of the visits."""
+    block = tl.program_id(1)
+    expert, number, position, visit = _visits(order, experts, starts, counts, block, BLOCK_M, IS_DIRECT)
+    if number > 0:
+        here = tl.arange(0, BLOCK_M) < number
+        n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+        WIDE: tl.constexpr = BLOCK_K // 2 if NIBBLES else BLOCK_K
+        row_codes = inner // 2 if NIBBLES else inner
+        source = hidden + position[:, None] * inner
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k0 in range(0, inner, BLOCK_K):
+            j = (k0 // 2 if NIBBLES else k0) + tl.arange(0, WIDE)[None, :]
+            inside = here[:, None] & (j < row_codes)
+            even = tl.load(source + j, inside, 0.0).to(DOT)
+            odd = tl.load(source + j + inner // 2, inside, 0.0).to(DOT) if NIBBLES else even
+            total = add_product(
+                total, even, odd, w2 + expert * width * row_codes, w2_scale + expert * scale_size, n, k0, width, inner,
+                SCALE_ROWS, FORMAT, GROUP, BLOCK_N, BLOCK_K, DOT, PRECISION,
+            )  # fmt: skip
+        if HAS_GLOBAL:
+            total = total / tl.load(w2_global + expert)
+        known = here[:, None] & (n < width)[None, :]
+        tl.store(out + visit[:, None] * width + n[None, :], cast(total, out.dtype.element_ty), known)
+
+
+@triton.jit
+def sum_kernel(y, weights, out, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    """Programs (block of columns, token): out [T, width] float32 = sum over k of y [T, TOP_K, width] * weights."""
+    token = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for k in range(TOP_K):
+        visit = token * TOP_K + k
+        value = tl.load(y + visit * width + column, column < width, 0.0).to(tl.float32)
+        total += value * tl.load(weights + visit)
+    tl.store(out + token * width + column, total, column < width)
+
+
+@triton.jit
+def gated_kernel(
+    gate, up, out, rows, size, gate_stride, up_stride, beta, linear_beta,
+    SITU: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    column = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    here = (row < rows) & (column < size)
+    g = tl.load(gate + row * gate_stride + column, here, 0.0).to(tl.float32)
+    u = tl.load(up + row * up_stride + column, here, 0.0).to(tl.float32)
+    tl.store(out + row * size + column, cast(gated(g, u, SITU, beta, linear_beta), out.dtype.element_ty), here)
+
+
+class Blocks(NamedTuple):
+    """Blocks of visits, more than there may be: order [visits] maps sorted positions to visits; per block its expert,
+    its first sorted position and how many of them it holds (0: unused)."""
+
+    order: Tensor
+    experts: Tensor
+    starts: Tensor
+    counts: Tensor
+
+
+def blocks_of(visited: Tensor, num_experts: int, size: int) -> Blocks:
+    """Group visits [P] (expert ids) by expert into blocks of `size`; nothing is read back from the device."""
+    ordered, order = torch.sort(visited, stable=True)
+    ends = torch.searchsorted(ordered, torch.arange(num_experts + 1, device=visited.device))
+    firsts = torch.zeros_like(ends)
+    torch.cumsum((ends.diff() + (size - 1)) // size, 0, out=firsts[1:])
+    slots = torch.arange(min(visited.shape[0], num_experts) + visited.shape[0] // size, device=visited.device)
+    experts = torch.searchsorted(firsts[1:], slots, right=True).clamp_(max=num_experts - 1)
+    starts = ends[experts] + (slots - firsts[experts]) * size
+    counts = (ends[experts + 1] - starts).clamp_(0, size)
+    return Blocks(order.to(torch.int32), experts.to(torch.int32), starts.to(torch.int32), counts.to(torch.int32))
+
+
+def experts_forward(
+    x: Tensor, experts: Experts, ids: Tensor, weights: Tensor, activation: str, beta: float, linear_beta: float
+) -> Tensor:
+    """x [T, D], ids [T, K], weights [T, K] -> [T, D] float32. See the public twin."""
+    held = stored(experts)
+    tokens, top_k = ids.shape
+    width, inner, visits = held.width, held.inner, tokens * top_k
+    out = torch.empty((tokens, width), dtype=torch.float32, device=x.device)
+    if not visits:
+        return out.zero_()
+    ids, places = torch.sort(ids, dim=1, stable=True)  # so that sums ascend
+    is_direct = visits <= DIRECT_VISITS
+    options = experts_options(held, visits, x.dtype)
+    if is_direct:
+        flat = ids.flatten()
+        blocks = Blocks(flat, flat, flat, flat)
+        number = visits
+    else:
+        blocks = blocks_of(ids.flatten(), held.num_experts, options["BLOCK_M"])
+        number = blocks.experts.shape[0]
+    x, x_strides = _columns(dense_last(x), held.nibbles, is_direct)
+    hidden = torch.empty((visits, inner), dtype=x.dtype, device=x.device)
+    y = torch.empty((visits, width), dtype=x.dtype, device=x.device)
+    shared = {**held.constants, **options, "IS_DIRECT": is_direct, "DOT": dot_type(x.dtype), "PRECISION": precision()}
+    gate_up_kernel[(triton.cdiv(inner, options["BLOCK_N"]), number)](
+        x, *blocks, *held.w1, *held.w3, hidden, *x_strides, top_k, inner, width, held.scale_size("w1"), beta,
+        linear_beta, SITU=activation == "situ", **shared,
+    )  # fmt: skip
+    down_kernel[(triton.cdiv(width, options["BLOCK_N"]), number)](
+        hidden, *blocks, *held.w2, y, inner, width, held.scale_size("w2"), **shared
+    )
+    block = min(4096 if IS_INTERPRETED else 512, power_of_two(width))
+    sum_kernel[(triton.cdiv(width, block), tokens)](
+        y, weights.gather(1, places), out, width, TOP_K=top_k, BLOCK=block, num_warps=4
+    )
+    return out
+
+
+def _columns(x: Tensor, nibbles: bool, is_direct: bool) -> tuple[Tensor, tuple[int, int, int]]:
+    """x and its strides (rows, from even to odd columns, between neighbours of one parity).
+
+    Many rows are laid out anew, even columns first, so that tiles are read in whole lines.
+    """
+    if not nibbles:
+        return x, (x.stride(0), 0, 1)
+    if is_direct:
+        return x, (x.stride(0), 1, 2)
+    apart = x.unflatten(1, (-1, 2)).transpose(1, 2).contiguous().flatten(1)
+    return apart, (apart.stride(0), apart.shape[1] // 2, 1)
+
+
+def experts_options(held: Stored, visits: int, dtype: torch.dtype) -> dict:
+    """Constants of the two products: tiles of visits, rows and columns."""
+    depth = held.block_columns  # columns that one step may take at most, 0: any
+    wide = {"BLOCK_K": min(depth or 128, 128)}
+    if IS_INTERPRETED:
+        rows = 16 if visits <= DIRECT_VISITS else min(64, power_of_two(visits // held.num_experts))
+        return {"BLOCK_M": rows, "BLOCK_N": 256, "BLOCK_K": depth or 256}
+    if visits <= DIRECT_VISITS:
+        return {**wide, "BLOCK_M": DIRECT_ROWS, "BLOCK_N": 32, "num_warps": 4, "num_stages": 3}
+    per_expert = visits / held.num_experts
+    rows = 128 if per_expert > 64 else 64 if per_expert > 16 else 16
+    if dtype == torch.float32 or on_hip():
+        return {
+            "BLOCK_K": min(wide["BLOCK_K"], 32),
+            "BLOCK_M": min(rows, 64),
+            "BLOCK_N": 64,
+            "num_warps": 4,
+            "num_stages": 1,
+        }
+    return {
+        "BLOCK_K": min(wide["BLOCK_K"], 64),
+        "BLOCK_M": rows,
+        "BLOCK_N": 64,
+        "num_warps": 8 if rows == 128 else 4,
+        "num_stages": 3,
+    }
+
+
+def gated_activation(gate: Tensor, up: Tensor, activation: str, beta: float, linear_beta: float) -> Tensor:
+    """gate, up [..., I] -> [..., I] in their dtype. See the public twin."""
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    if out.numel():
+        size = gate.shape[-1]
+        gates, ups = (dense_last(x.reshape(-1, size)) for x in (gate, up))
+        block = min(4096 if IS_INTERPRETED else 1024, power_of_two(size))
+        rows = min(16, power_of_two(gates.shape[0], 1)) if IS_INTERPRETED else 1
+        gated_kernel[(triton.cdiv(size, block), triton.cdiv(gates.shape[0], rows))](
+            gates, ups, out, gates.shape[0], size, gates.stride(0), ups.stride(0), beta, linear_beta,
+            SITU=activation == "situ", BLOCK=block, ROWS=rows, num_warps=4,
+        )  # fmt: skip
+    return out
