@@ -26,6 +26,7 @@ from k3tool.config import K3Config
 from k3tool.errors import CheckFailed, UsageError
 from k3tool.events import SILENT, Progress
 from k3tool.kernels.dispatch import Backend, choose_backend, choose_device
+from k3tool.kernels.warm import start_warming
 from k3tool.memory import peak_bytes
 from k3tool.model.cache import Cache
 from k3tool.model.check import KernelCheck, check_kernels
@@ -201,6 +202,7 @@ class Session:
         place = choose_device(device)
         chosen = choose_backend(backend, place)
         checkpoint = Checkpoint.open(path)
+        warming = start_warming(checkpoint.config, DTYPES[dtype]) if place.type == "cpu" else None
         model = load_model(
             checkpoint,
             device=place,
@@ -209,6 +211,8 @@ class Session:
             memory_bytes=memory_bytes,
             progress=progress,
         )
+        if warming is not None:
+            warming.join()
         return cls(checkpoint.source.label, model, chosen, model.new_cache(), progress)
 
     @property

@@ -204,6 +204,6 @@ def test_compiled_code_reads_only_what_it_wrote(backend):
         args = inputs(time, key_dim=20, value_dim=33)
         expected, last = naive(*args, -5.0)
         kda(*inputs(time, key_dim=20, value_dim=33), lower_bound=-5.0)
-        cpu._compiled().scratch.poison()
+        cpu._compiled("float32").scratch.poison()
         assert error(kda(*args, lower_bound=-5.0), expected) < BOUND
         assert error(args[-1], last) < BOUND

@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from k3tool.config import K3Config
 from k3tool.errors import UnsupportedError, UsageError
+from k3tool.kernels import warm
 from k3tool.kernels.attn_res import mix_blocks
 from k3tool.kernels.conv import causal_conv
 from k3tool.kernels.dispatch import choose_backend, choose_device, use
 from k3tool.kernels.norm import gated_rms_norm, l2_normalize, rms_norm
 from k3tool.kernels.router import select_experts
+from k3tool.synthetic import tiny_config
 
 
 @pytest.fixture(params=["torch", "reference"], autouse=True)
@@ -178,3 +181,25 @@ def test_an_absent_gpu_is_refused():
     for name in ("cuda", "cuda:1"):
         with pytest.raises(UnsupportedError, match="0 GPUs"):
             choose_device(name)
+
+
+@pytest.mark.parametrize(
+    "change", [{}, {"gate_lower_bound": None}, {"expert_scheme": "nvfp4"}, {"expert_scheme": "bf16"}]
+)
+def test_warming_calls_every_kernel(change, monkeypatch):
+    """What is called on tiny inputs is what a model calls: every public kernel function but the router's."""
+    config = K3Config.from_dict(tiny_config())
+    for name, value in change.items():
+        if name == "expert_scheme":
+            monkeypatch.setattr(K3Config, name, value)
+        else:
+            object.__setattr__(config, name, value)
+    called = set()
+    for name in ("linear", "rms_norm", "mix_blocks", "gated_activation", "experts_forward", "mla", "causal_conv", "kda",
+                 "kda_decode", "gated_rms_norm"):  # fmt: skip
+        real = getattr(warm, name)
+        monkeypatch.setattr(warm, name, lambda *a, _real=real, _name=name, **o: (called.add(_name), _real(*a, **o))[1])
+    for dtype in (torch.float32, torch.bfloat16):
+        called.clear()
+        warm.warm_up(config, dtype)
+        assert len(called) == 10

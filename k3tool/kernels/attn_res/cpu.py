@@ -36,7 +36,7 @@ _FIELDS = ("values", "value_step", "token_step", "query", "out", "count", "token
 
 
 def _emit(module: ir.Module, dtype: str, lanes: int) -> None:
-    e = Emitter(module, f"mix_{dtype}", 4)
+    e = Emitter(module, "mix", 4)
     a = arguments(e, _FIELDS)
     size = SIZES[dtype]
     scores = e.stack(4 * MOST_VALUES)
@@ -85,13 +85,11 @@ def _emit_weights(e: Emitter, a: dict[str, Value], dtype: str, values: Value, sc
 
 
 @cache
-def _jobs() -> dict[str, Job]:
+def _job(dtype: str) -> Job:
     machine = target.host()
-    module = ir.Module(name="k3tool.attn_res")
-    for dtype in SIZES:
-        _emit(module, dtype, machine.float_lanes)
-    library = target.Library(module, machine)
-    return {dtype: Job(library, f"mix_{dtype}", _FIELDS) for dtype in SIZES}
+    module = ir.Module(name=f"k3tool.attn_res.{dtype}")
+    _emit(module, dtype, machine.float_lanes)
+    return Job(target.Library(module, machine), "mix", _FIELDS)
 
 
 def mix_blocks(values: Tensor, query: Tensor, eps: float) -> Tensor:
@@ -102,7 +100,7 @@ def mix_blocks(values: Tensor, query: Tensor, eps: float) -> Tensor:
     values, query = dense_rows(values), dense_rows(query)
     out = torch.empty(tokens, width, dtype=values.dtype)
     size = values.element_size()
-    _jobs()[name_of(values.dtype)].run(
+    _job(name_of(values.dtype)).run(
         chunks_for(tokens, count * width), values.data_ptr(), values.stride(0) * size, values.stride(1) * size,
         query.data_ptr(), out.data_ptr(), count, tokens, width, float_bits(eps),
     )  # fmt: skip

@@ -56,7 +56,7 @@ def emit_channels(
 
 
 def _emit(module: ir.Module, dtype: str, lanes: int, taps: int) -> None:
-    e = Emitter(module, f"conv_{dtype}", 4)
+    e = Emitter(module, "conv", 4)
     a = arguments(e, _FIELDS)
     size = SIZES[dtype]
     first, last = share(e, (a["channels"] + (BLOCK - 1)) // BLOCK)
@@ -68,13 +68,11 @@ def _emit(module: ir.Module, dtype: str, lanes: int, taps: int) -> None:
 
 
 @cache
-def _jobs(taps: int) -> dict[str, Job]:
+def _job(dtype: str, taps: int) -> Job:
     machine = target.host()
-    module = ir.Module(name=f"k3tool.conv{taps}")
-    for dtype in SIZES:
-        _emit(module, dtype, machine.float_lanes, taps)
-    library = target.Library(module, machine)
-    return {dtype: Job(library, f"conv_{dtype}", _FIELDS) for dtype in SIZES}
+    module = ir.Module(name=f"k3tool.conv.{dtype}.{taps}")
+    _emit(module, dtype, machine.float_lanes, taps)
+    return Job(target.Library(module, machine), "conv", _FIELDS)
 
 
 def causal_conv(x: Tensor, weight: Tensor, history: Tensor) -> Tensor:
@@ -86,7 +84,7 @@ def causal_conv(x: Tensor, weight: Tensor, history: Tensor) -> Tensor:
     size = x.element_size()
     chunks = min(chunks_for(-(-channels // BLOCK), BLOCK * tokens * weight.shape[0] * 4), -(-channels // BLOCK))
     for index in range(batch if out.numel() else 0):
-        _jobs(weight.shape[0])[name_of(x.dtype)].run(
+        _job(name_of(x.dtype), weight.shape[0]).run(
             chunks, x[index].data_ptr(), x.stride(1) * size, weight.data_ptr(), own[index].data_ptr(),
             out[index].data_ptr(), tokens, channels,
         )  # fmt: skip

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from k3tool.kernels.conv.cpu import emit_channels
 from k3tool.kernels.cpu import pool, target
-from k3tool.kernels.cpu.emit import F32, Emitter, Value, vector
+from k3tool.kernels.cpu.emit import F32, Emitter, Value, Variable, vector
 from k3tool.kernels.cpu.numeric import exp, sigmoid
 from k3tool.kernels.cpu.rows import (
     SIZES,
@@ -64,7 +64,8 @@ _DECODE = (*_HEAD, "x", "x_step", "weight", "history", "channels", "gate", "norm
 
 @dataclass(frozen=True)
 class _Frame:
-    """One function being written, for one head. `qkv`: addresses of its first token's q, k, v and their steps."""
+    """One function being written, for one head. `qkv`: addresses of its first token's q, k, v and their steps.
+    `single`: there is exactly one token."""
 
     e: Emitter
     dtype: str
@@ -74,6 +75,7 @@ class _Frame:
     thread_scratch: Value
     qkv: tuple[tuple[Value, Value], ...]
     out: tuple[Value, Value]
+    single: bool
 
     def table(self, name: str, token: Value) -> Value:
         """Address of what was prepared for a token."""
@@ -138,69 +140,93 @@ def _prepare(f: _Frame, token: Value) -> None:
 
 def _pass_columns(f: _Frame, column: Value, vectors: int, lanes: int) -> None:
     """All tokens through `vectors` vectors of the state's columns from `column` on."""
-    e, a, size = f.e, f.a, SIZES[f.dtype]
-    wide = vector(F32, lanes) if lanes > 1 else F32
-    dim, tokens = a["key_dim"], a["tokens"]
-    home = a["state"] + (f.head * dim * a["value_dim"] + column) * 4
+    e, a = f.e, f.a
+    home = a["state"] + (f.head * a["key_dim"] * a["value_dim"] + column) * 4
     home_step = a["value_dim"] * 4
-    many = tokens > 1  # then the columns move to dense memory: their home lies a row apart
-    place = e.select(many, f.columns, home)
-    step = e.select(many, e.number(4 * vectors * lanes), home_step)
-    each = range(vectors)
-    zero = e.number(0.0, wide)
+    # For many tokens the columns move to dense memory: at home they lie a row of the state apart.
+    place, step = (home, home_step) if f.single else (f.columns, e.number(4 * vectors * lanes))
+    block = _Block(f, column, vectors, lanes, place, step)
+    seen = block.first_prediction(home, home_step)
+    with e.loop(0, e.number(1) if f.single else a["tokens"]) as token:
+        block.token(token, seen)
+    if not f.single:
+        with e.loop(0, a["key_dim"]) as row:
+            for n in block.each:
+                e.store(e.load(block.wide, block.at(row, n)), home + row * home_step + 4 * lanes * n)
 
-    def at(address: Value, number: int) -> Value:
-        return address + 4 * lanes * number
 
-    seen = [e.variable(zero) for _ in each]
-    with e.loop(0, dim) as row:
-        predict = splat(e, e.load(F32, f.table("predict", e.number(0)) + row * 4), lanes)
-        for n in each:
-            value = e.load(wide, at(home + row * home_step, n))
-            seen[n].set(e.fma(predict, value, seen[n].get()))
-            e.store(value, at(place + row * step, n))
-    v, v_step = f.qkv[2]
-    with e.loop(0, tokens) as token:
-        numbers = [load(e, f.dtype, v + token * v_step + (column + n * lanes) * size, lanes) for n in each]
-        update = [number - seen[n].get() for n, number in enumerate(numbers)]
+class _Block:
+    """A few columns of one head's state: row r of them lies at place + r * step."""
+
+    def __init__(self, f: _Frame, column: Value, vectors: int, lanes: int, place: Value, step: Value) -> None:
+        self.f, self.column, self.lanes, self.place, self.step = f, column, lanes, place, step
+        self.each = range(vectors)
+        self.wide = vector(F32, lanes) if lanes > 1 else F32
+
+    def at(self, row: Value, n: int) -> Value:
+        return self.place + row * self.step + 4 * self.lanes * n
+
+    def _sums(self) -> list[Variable]:
+        return [self.f.e.variable(self.f.e.number(0.0, self.wide)) for _ in self.each]
+
+    def first_prediction(self, home: Value, home_step: Value) -> list[Variable]:
+        """What the state predicts for the first token; brings the columns from home on the way."""
+        f, e = self.f, self.f.e
+        seen = self._sums()
+        with e.loop(0, f.a["key_dim"]) as row:
+            predict = splat(e, e.load(F32, f.table("predict", e.number(0)) + row * 4), self.lanes)
+            for n in self.each:
+                value = e.load(self.wide, home + row * home_step + 4 * self.lanes * n)
+                seen[n].set(e.fma(predict, value, seen[n].get()))
+                if not f.single:
+                    e.store(value, self.at(row, n))
+        return seen
+
+    def token(self, token: Value, seen: list[Variable]) -> None:
+        """Update the columns, sum what the token reads, and what they predict for the next one."""
+        f, e, size = self.f, self.f.e, SIZES[self.f.dtype]
+        v, v_step = f.qkv[2]
+        places = [(self.column + n * self.lanes) * size for n in self.each]
+        update = [
+            load(e, f.dtype, v + token * v_step + place, self.lanes) - seen[n].get() for n, place in enumerate(places)
+        ]
         # Two sums each, for even and odd rows: one chain of additions would be slower than the memory.
-        outs, nexts = ([[e.variable(zero) for _ in each] for _ in range(2)] for _ in range(2))
-        tables = [f.table(name, token) for name in _TABLES[:3]] + [f.table("predict", token + 1)]
+        outs, nexts = ([self._sums(), self._sums()] for _ in range(2))
+        tables = [f.table(name, token) for name in _TABLES[:3]]
+        if not f.single:
+            tables.append(f.table("predict", token + 1))
 
-        def row_step(
-            row: Value, turn: int, update: list[Value] = update, tables: list[Value] = tables,
-            outs: list = outs, nexts: list = nexts,
-        ) -> None:  # fmt: skip
-            decay, write, query, predict = (splat(e, e.load(F32, table + row * 4), lanes) for table in tables)
-            for n in each:
-                address = at(place + row * step, n)
-                value = e.fma(write, update[n], decay * e.load(wide, address))
-                e.store(value, address)
+        def row_step(row: Value, turn: int) -> None:
+            decay, write, query, *predict = (splat(e, e.load(F32, table + row * 4), self.lanes) for table in tables)
+            for n in self.each:
+                value = e.fma(write, update[n], decay * e.load(self.wide, self.at(row, n)))
+                e.store(value, self.at(row, n))
                 outs[turn][n].set(e.fma(query, value, outs[turn][n].get()))
-                nexts[turn][n].set(e.fma(predict, value, nexts[turn][n].get()))
+                if predict:
+                    nexts[turn][n].set(e.fma(predict[0], value, nexts[turn][n].get()))
 
+        dim = f.a["key_dim"]
         whole = dim // 2 * 2
         with e.loop(0, whole, 2) as row:
             row_step(row, 0)
             row_step(row + 1, 1)
         with e.loop(whole, dim) as row:
             row_step(row, 0)
-        out = f.out[0] + token * f.out[1]
-        for n in each:
-            store(e, f.dtype, outs[0][n].get() + outs[1][n].get(), out + (column + n * lanes) * size)
+        for n, place in enumerate(places):
+            store(e, f.dtype, outs[0][n].get() + outs[1][n].get(), f.out[0] + token * f.out[1] + place)
             seen[n].set(nexts[0][n].get() + nexts[1][n].get())
-    with e.when(many), e.loop(0, dim) as row:
-        for n in each:
-            e.store(e.load(wide, at(place + row * step, n)), at(home + row * home_step, n))
 
 
 def _emit_head(f: _Frame) -> None:
     """The recurrence of one head over at most TOKENS tokens."""
     e, dim = f.e, f.a["key_dim"]
-    with e.loop(0, f.a["tokens"]) as token:
-        _prepare(f, token)
-    last = f.table("predict", f.a["tokens"])  # nothing is predicted for the token after the last
-    over(e, dim, f.lanes, lambda i, w: e.store(e.number(0.0, vector(F32, w) if w > 1 else F32), last + i * 4))
+    if f.single:
+        _prepare(f, e.number(0))
+    else:
+        with e.loop(0, f.a["tokens"]) as token:
+            _prepare(f, token)
+        last = f.table("predict", f.a["tokens"])  # nothing is predicted for the token after the last
+        over(e, dim, f.lanes, lambda i, w: e.store(e.number(0.0, vector(F32, w) if w > 1 else F32), last + i * 4))
     block = VECTORS * f.lanes
     whole = f.a["value_dim"] // block * block
     with e.loop(0, whole, block) as column:
@@ -209,7 +235,7 @@ def _emit_head(f: _Frame) -> None:
 
 
 def _emit_prefill(module: ir.Module, dtype: str, lanes: int) -> None:
-    e = Emitter(module, f"prefill_{dtype}", 4)
+    e = Emitter(module, "prefill", 4)
     a, size = arguments(e, _PREFILL), SIZES[dtype]
     first, last = share(e, a["heads"])
     with e.loop(first, last) as head:
@@ -217,13 +243,13 @@ def _emit_prefill(module: ir.Module, dtype: str, lanes: int) -> None:
         qkv = tuple((a[s] + head * width * size, a[f"{s}_step"]) for s, width in zip("qkv", widths, strict=True))
         out = a["out"] + head * a["value_dim"] * size, a["out_step"]
         scratch = a["scratch"] + e.params[3] * a["scratch_bytes"]
-        _emit_head(_Frame(e, dtype, lanes, a, head, scratch, qkv, out))
+        _emit_head(_Frame(e, dtype, lanes, a, head, scratch, qkv, out, False))
     e.finish()
 
 
 def _emit_decode(module: ir.Module, dtype: str, lanes: int, taps: int) -> None:
     """One token from its projections to what o_proj reads; K = V."""
-    e = Emitter(module, f"decode_{dtype}", 4)
+    e = Emitter(module, "decode", 4)
     a, size = arguments(e, _DECODE), SIZES[dtype]
     dim = a["key_dim"]
     first, last = share(e, a["heads"])
@@ -236,7 +262,7 @@ def _emit_decode(module: ir.Module, dtype: str, lanes: int, taps: int) -> None:
             emit_channels(e, dtype, lanes, taps, a, (start, start + dim), place, e.number(0))
         zero, o = e.number(0), own + dim * (3 * size)
         qkv = tuple((own + dim * (stream * size), zero) for stream in range(3))
-        _emit_head(_Frame(e, dtype, lanes, a, head, scratch, qkv, (o, zero)))
+        _emit_head(_Frame(e, dtype, lanes, a, head, scratch, qkv, (o, zero), True))
         scale = inverse_rms(e, dtype, o, dim, float_argument(e, a["eps"]), lanes)
 
         def write(index: Value, wide: int, head: Value = head, o: Value = o, scale: Value = scale) -> None:
@@ -250,30 +276,27 @@ def _emit_decode(module: ir.Module, dtype: str, lanes: int, taps: int) -> None:
 
 
 class _Compiled:
-    """Functions for every dtype, and working memory, which their callers share under its lock."""
+    """The recurrence, or with the `taps` of a convolution the whole of one decode step, and its working memory."""
 
-    def __init__(self, taps: int | None) -> None:
+    def __init__(self, dtype: str, taps: int | None) -> None:
         machine = target.host()
         self.lanes, self.scratch = machine.float_lanes, Scratch()
-        module = ir.Module(name="k3tool.kda")
-        name, fields = ("prefill", _PREFILL) if taps is None else ("decode", _DECODE)
-        for dtype in SIZES:
-            if taps is None:
-                _emit_prefill(module, dtype, self.lanes)
-            else:
-                _emit_decode(module, dtype, self.lanes, taps)
-        library = target.Library(module, machine)
-        self.jobs = {dtype: Job(library, f"{name}_{dtype}", fields) for dtype in SIZES}
+        module = ir.Module(name=f"k3tool.kda.{dtype}.{taps or 'prefill'}")
+        if taps is None:
+            _emit_prefill(module, dtype, self.lanes)
+            self.job = Job(target.Library(module, machine), "prefill", _PREFILL)
+        else:
+            _emit_decode(module, dtype, self.lanes, taps)
+            self.job = Job(target.Library(module, machine), "decode", _DECODE)
 
     def working_memory(self, size: int) -> tuple[int, int]:
-        """Address, and bytes of each thread."""
+        """Address, and bytes of each thread. The caller holds the lock of `scratch`."""
         return self.scratch.address("threads", size * pool.shared().threads), size
 
 
 @cache
-def _compiled(taps: int | None = None) -> _Compiled:
-    """The recurrence, or with the taps of a convolution the whole of one decode step."""
-    return _Compiled(taps)
+def _compiled(dtype: str, taps: int | None = None) -> _Compiled:
+    return _Compiled(dtype, taps)
 
 
 def kda(
@@ -293,15 +316,14 @@ def kda(
     out = torch.empty(v.shape, dtype=v.dtype)
     f = _logits(f, a_log, dt_bias, lower_bound, v.dtype)
     (q, k, v, f), b = (_token_rows(x) for x in (q, k, v, f)), _token_rows(b.to(v.dtype))
-    compiled = _compiled()
-    job = compiled.jobs[name_of(v.dtype)]
+    compiled = _compiled(name_of(v.dtype))
     chunks = _chunks(heads, key_dim * v.shape[-1] * time)
     with compiled.scratch.lock:
         scratch = compiled.working_memory(scratch_size(key_dim, compiled.lanes))
         for index in range(batch if out.numel() else 0):
             for first in range(0, time, TOKENS):
                 rows = [(x[index, first].data_ptr(), x.stride(1) * x.element_size()) for x in (f, b, q, k, v, out)]
-                job.run(
+                compiled.job.run(
                     chunks, a_log.data_ptr(), dt_bias.data_ptr(), state[index].data_ptr(), heads, key_dim,
                     v.shape[-1], min(TOKENS, time - first), float_bits(lower_bound or 0.0), lower_bound is not None,
                     *scratch, *(number for row in rows for number in row),
@@ -348,12 +370,12 @@ def kda_decode(
     x, f, b, gate = (_sequence_rows(tensor) for tensor in (x, f, b.to(x.dtype), gate.to(x.dtype)))
     conv_weight, norm_weight = conv_weight.contiguous(), norm_weight.contiguous()
     own = history if history.is_contiguous() else history.contiguous()
-    compiled = _compiled(conv_weight.shape[0])
+    compiled = _compiled(name_of(x.dtype), conv_weight.shape[0])
     chunks = _chunks(heads, dim * dim)
     with compiled.scratch.lock:
         scratch = compiled.working_memory(scratch_size(dim, compiled.lanes) + 4 * dim * x.element_size())
         for index in range(batch):
-            compiled.jobs[name_of(x.dtype)].run(
+            compiled.job.run(
                 chunks, a_log.data_ptr(), dt_bias.data_ptr(), state[index].data_ptr(), heads, dim, dim, 1,
                 float_bits(lower_bound or 0.0), lower_bound is not None, *scratch, f[index].data_ptr(), 0,
                 b[index].data_ptr(), 0, x[index].data_ptr(), 0, conv_weight.data_ptr(), own[index].data_ptr(),

@@ -48,7 +48,7 @@ def inverse_rms(e: Emitter, dtype: str, x: Value, width: Value, eps: Value, lane
 
 
 def _emit(module: ir.Module, dtype: str, lanes: int, *, gated: bool) -> None:
-    e = Emitter(module, f"{'gated' if gated else 'plain'}_{dtype}", 4)
+    e = Emitter(module, "norm", 4)
     a = arguments(e, _FIELDS)
     size = SIZES[dtype]
     first, last = share(e, a["rows"])
@@ -75,14 +75,11 @@ def _emit(module: ir.Module, dtype: str, lanes: int, *, gated: bool) -> None:
 
 
 @cache
-def _jobs() -> dict[tuple[str, bool], Job]:
+def _job(dtype: str, gated: bool) -> Job:
     machine = target.host()
-    module = ir.Module(name="k3tool.norm")
-    kinds = [(dtype, gated) for dtype in SIZES for gated in (False, True)]
-    for dtype, gated in kinds:
-        _emit(module, dtype, machine.float_lanes, gated=gated)
-    library = target.Library(module, machine)
-    return {(d, g): Job(library, f"{'gated' if g else 'plain'}_{d}", _FIELDS) for d, g in kinds}
+    module = ir.Module(name=f"k3tool.norm.{dtype}.{'gated' if gated else 'plain'}")
+    _emit(module, dtype, machine.float_lanes, gated=gated)
+    return Job(target.Library(module, machine), "norm", _FIELDS)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -118,7 +115,7 @@ def _normalize(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float) -> Te
     x, x_outer, x_inner = _steps(x)
     gate_steps = (x, 0, 0) if gate is None else _steps(gate if gate.dtype == x.dtype else gate.to(x.dtype))
     weight = dense_rows(weight)
-    _jobs()[name_of(x.dtype), gate is not None].run(
+    _job(name_of(x.dtype), gate is not None).run(
         chunks_for(rows, width), x.data_ptr(), x_outer, x_inner, gate_steps[0].data_ptr(), *gate_steps[1:],
         weight.data_ptr(), out.data_ptr(), rows, inner, width, float_bits(eps),
     )  # fmt: skip
