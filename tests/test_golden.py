@@ -22,7 +22,9 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def folder(name: str, request: pytest.FixtureRequest) -> Path:
-    return request.getfixturevalue("mini") if name == "k3-mini-8" else request.getfixturevalue("shared") / "golden" / name
+    return (
+        request.getfixturevalue("mini") if name == "k3-mini-8" else request.getfixturevalue("shared") / "golden" / name
+    )
 
 
 @pytest.mark.parametrize("name", list(LOGITS_BOUND))
@@ -46,7 +48,9 @@ def test_hidden_states_and_routing_of_every_layer(name, request):
     golden = load_file(path / "golden.safetensors")
     session = Session.open(path, device="cpu", dtype="float32")
     seen: dict[tuple[str, int], torch.Tensor] = {}
-    session.prefill(golden["input_ids"].tolist(), observe=lambda what, layer, x: seen.update({(what, layer): x.clone()}))
+    session.prefill(
+        golden["input_ids"].tolist(), observe=lambda what, layer, x: seen.update({(what, layer): x.clone()})
+    )
     for layer in range(session.num_layers):
         assert relative(seen["hidden", layer], golden["hidden_states"][layer]) < HIDDEN_BOUND
     for index, layer in enumerate(session.config.moe_layers):
