@@ -91,9 +91,9 @@ def _convert_one(source: Stored, target: Target) -> Converted:
 # MXFP4 by table.
 
 
-def _groups(source: Stored) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Packed codes [groups, 16] and scale bytes [groups], row-major."""
-    packed = np.ascontiguousarray(source.parts["weight_packed"]).reshape(-1, 16)
+def _groups(source: Stored) -> tuple[NDArray[np.uint64], NDArray[np.uint8]]:
+    """Packed codes [groups, 2], eight bytes each, and scale bytes [groups], row-major."""
+    packed = np.ascontiguousarray(source.parts["weight_packed"]).reshape(-1).view(np.uint64).reshape(-1, 2)
     return packed, np.ascontiguousarray(source.parts["weight_scale"]).reshape(-1)
 
 
@@ -113,18 +113,29 @@ def _table_way(source: Stored, target: Target) -> Callable[[Stored, Target], Con
     return _mxfp4_to_bnb if target.scheme in ("nf4", "fp4") and bounded else None
 
 
-def _remap(source: Stored, index: NDArray[np.uint16], table: Table) -> tuple[NDArray, Measured]:
-    """The bytes after, [groups, 16] of the table's type, and what changed."""
-    packed, exponent = _groups(source)
-    out = np.empty(packed.shape, table.bytes.dtype)
-    compiled.remap(packed, index, table.bytes, out)
-    squares = compiled.group_squares(packed, exponent, mx_tables.SQUARES, mx_tables.SCALE_SQUARES)
+def _remap(
+    source: Stored, index: NDArray[np.uint16], table: Table, counts: NDArray[np.uint8] | None = None
+) -> tuple[NDArray, Measured]:
+    """The bytes after, [groups, 16] of the table's type, and what changed. counts: from `_counts`, if known."""
+    words, exponent = _groups(source)
+    out = np.empty((exponent.size, 16), table.bytes.dtype)
+    compiled.remap(words, index, table.bytes.reshape(-1), out)
+    squares = compiled.group_squares(words, exponent, mx_tables.SQUARES, mx_tables.SCALE_SQUARES)
     sums = np.array([squares, 0.0, 0.0, 0.0])
     if table.lossy[index].any():
-        compiled.remap_sums(packed, index, exponent, table.error, table.stored, mx_tables.SCALE_SQUARES, sums)
+        tables = (table.error, table.error_squares, table.stored_squares)
+        counts = _counts(words) if counts is None else counts
+        compiled.remap_sums(counts, index, exponent, *tables, mx_tables.SCALE_SQUARES, sums)
     else:
         sums[1] = squares
-    return out, Measured(2 * packed.size, *(float(value) for value in sums))
+    return out, Measured(mxfp4.GROUP * exponent.size, *(float(value) for value in sums))
+
+
+def _counts(words: NDArray[np.uint64]) -> NDArray[np.uint8]:
+    """How often each code occurs in each group: [groups, 16]."""
+    counts = np.empty(words.shape, np.uint64)
+    compiled.census(words, counts)
+    return counts.view(np.uint8)
 
 
 def _mxfp4_to_bf16(source: Stored, target: Target) -> Converted:
@@ -144,41 +155,44 @@ def _mxfp4_to_int8(source: Stored, target: Target) -> Converted:
     _, exponent = _groups(source)
     out, measured = _remap(source, np.zeros(exponent.size, np.uint16), mx_tables.to_int8())
     rows, columns = source.shape
-    half = mx_tables.int_scale(np.array([0x3F00], np.uint16), source.parts["weight_scale"])  # bfloat16 0.5
+    half = mx_tables.INT8_SCALES[source.parts["weight_scale"]]
     scale = half.repeat(mxfp4.GROUP // (target.group_size or mxfp4.GROUP), axis=1)
     return Converted(_integer_parts(out.view("<i4").reshape(rows, columns // 4), scale, source.shape), measured)
 
 
 def _mxfp4_to_int4(source: Stored, target: Target) -> Converted:
-    packed, exponent = _groups(source)
+    words, exponent = _groups(source)
     choices = mx_tables.to_int4(target.search)
     index = np.empty(exponent.size, np.uint16)
-    compiled.choose(packed, choices.squares, index)
-    out, measured = _remap(source, index, choices.table)
+    counts = _counts(words)
+    compiled.choose(counts, choices.squares, index)
+    out, measured = _remap(source, index, choices.table, counts)
     rows, columns = source.shape
-    scale = mx_tables.int_scale(choices.scales[index], exponent).reshape(rows, -1)
-    return Converted(_integer_parts(out.view("<i4").reshape(rows, columns // 8), scale, source.shape), measured)
+    scale = np.empty(exponent.size, np.uint16)
+    compiled.scale_bf16(choices.scales, index, exponent, scale)
+    packed = out.view("<i4").reshape(rows, columns // 8)
+    return Converted(_integer_parts(packed, scale.reshape(rows, -1), source.shape), measured)
 
 
 def _mxfp4_to_fp8(source: Stored, target: Target) -> Converted:
     rows, columns = source.shape
-    exponent = source.parts["weight_scale"]
+    exponent = np.ascontiguousarray(source.parts["weight_scale"])
     down, across = (
         (1, columns // mxfp4.GROUP) if target.scheme == "fp8-channel" else (fp8.BLOCK, fp8.BLOCK // mxfp4.GROUP)
     )
-    top = exponent.reshape(rows // down, down, -1, across).max(axis=(1, 3))
-    distance = top.repeat(down, 0).repeat(across, 1) - exponent
-    index = np.minimum(distance, mx_tables.FP8_STEPS - 1).reshape(-1).astype(np.uint16)
-    out, measured = _remap(source, index, mx_tables.to_fp8())
+    index = np.empty(exponent.shape, np.uint16)
+    top = np.empty((rows // down, exponent.shape[1] // across), np.uint8)
+    compiled.fp8_index(exponent, down, across, mx_tables.FP8_STEPS, index, top)
+    out, measured = _remap(source, index.reshape(-1), mx_tables.to_fp8())
     scale = np.ldexp(np.float32(1), top.astype(np.int32) - 127 - mx_tables.FP8_TOP).astype(np.float32)
     return Converted({"weight": out.view(np.uint8).reshape(source.shape), "weight_scale": scale}, measured)
 
 
 def _mxfp4_to_bnb(source: Stored, target: Target) -> Converted:
-    packed, exponent = _groups(source)
+    words, exponent = _groups(source)
     peak, index = np.empty(exponent.size, np.uint8), np.empty(exponent.size, np.uint16)
     absmax = np.empty(exponent.size // 2, np.float32)
-    compiled.peaks(packed, peak)
+    compiled.peaks(words, peak)
     compiled.bnb_index(peak, exponent, E2M1_MAGNITUDES, E8M0, mx_tables.BNB_STEPS, index, absmax)
     out, measured = _remap(source, index, mx_tables.to_bnb(target.scheme))
     return Converted(bnb.parts(target.scheme, out.reshape(-1, 1), absmax, source.shape, target.dtype), measured)
@@ -199,14 +213,15 @@ def _mxfp4_to_nvfp4(sources: Sequence[Stored], naming: str) -> list[Converted]:
     results = []
     for source in sources:
         exponents = source.parts["weight_scale"]
-        scale = codes_of[exponents].repeat(2, axis=1)
+        scale = np.empty((exponents.shape[0], 2 * exponents.shape[1]), np.uint8)
+        compiled.repeat_scale(np.ascontiguousarray(exponents).reshape(-1), codes_of, scale.reshape(-1))
         if rows_of[exponents.min(initial=254)]:
             out, measured = _remap(source, rows_of[exponents].reshape(-1), table)
             packed = out.reshape(source.parts["weight_packed"].shape)
         else:
             packed = source.parts["weight_packed"]
-            codes, exponent = _groups(source)
-            squares = compiled.group_squares(codes, exponent, mx_tables.SQUARES, mx_tables.SCALE_SQUARES)
+            words, exponent = _groups(source)
+            squares = compiled.group_squares(words, exponent, mx_tables.SQUARES, mx_tables.SCALE_SQUARES)
             measured = Measured(2 * packed.size, squares, squares, 0.0, 0.0)
         overall = np.ldexp(np.float32(1), -m if naming == "compressed-tensors" else m)
         results.append(Converted(nvfp4.parts(naming, packed, scale, np.float32(overall)), measured))
@@ -214,9 +229,9 @@ def _mxfp4_to_nvfp4(sources: Sequence[Stored], naming: str) -> list[Converted]:
 
 
 def _top_in_use(source: Stored) -> int:
-    packed, exponent = _groups(source)
+    words, exponent = _groups(source)
     peak = np.empty(exponent.size, np.uint8)
-    compiled.peaks(packed, peak)
+    compiled.peaks(words, peak)
     return int(exponent[peak > 0].max(initial=1))
 
 

@@ -22,13 +22,16 @@ FP8_TOP, FP8_STEPS = 6, 24  # 6 x 2^6 is below 448; 24 binades lower every code 
 BNB_STEPS = 64  # distances between a group's scale and its block's maximum; further away every code is zero
 NVFP4_LEAST, NVFP4_MOST, NVFP4_STEPS = -9, 8, 8  # E4M3 holds 2^-9 to 2^8; 7 binades lower every code rounds to zero
 
-INT4_DIVISORS = (7.877, 7.758, 8.0, 7.642, 7.111, 7.245, 6.12, 8.486, 8.127, 6.0, 6.872, 7.349, 8.348, 8.629, 7.014)
-"""peak / divisor is a scale that the search tries beside the plain peak / 7.5. Picked greedily for the least squared
-error over MXFP4 codes of normal, Laplace and t-distributed weights; more of them gain under 0.1%."""
+INT4_DIVISORS = {
+    4.0: (7.877, 7.758, 8.0, 7.111, 7.642, 6.872, 7.262),
+    6.0: (7.877, 6.12, 8.486, 7.245, 7.758, 8.0, 8.127),
+}
+"""largest magnitude / divisor is a scale that the search tries beside the plain one (/ 7.5). Picked greedily for the
+least squared error over MXFP4 codes of normal, Laplace and t-distributed weights; more of them gain under 0.5%."""
 
-_CODE_SQUARES = (2 * np.abs(E2M1)).astype(np.uint32) ** 2
+_CODE_SQUARES = (2 * np.abs(E2M1)).astype(np.uint64) ** 2
 SQUARES = _CODE_SQUARES[LOW] + _CODE_SQUARES[HIGH]
-"""Four times the sum of squares of the two codes of each packed byte: [256] uint32."""
+"""Four times the sum of squares of the two codes of each packed byte: [256] uint64."""
 
 SCALE_SQUARES = np.ldexp(np.float64(1), 2 * (np.arange(256) - 127))
 """Square of each scale byte's value, float64."""
@@ -46,6 +49,14 @@ class Table:
     def error(self) -> NDArray[np.float64]:
         """[rows, 16] absolute difference of each code."""
         return np.abs(self.stored - E2M1.astype(np.float64))
+
+    @cached_property
+    def error_squares(self) -> NDArray[np.float64]:
+        return self.error**2
+
+    @cached_property
+    def stored_squares(self) -> NDArray[np.float64]:
+        return self.stored**2
 
     @cached_property
     def lossy(self) -> NDArray[np.bool_]:
@@ -122,9 +133,9 @@ def to_bnb(kind: str) -> Table:
 
 @dataclass(frozen=True)
 class Choices:
-    """Scales that a group of largest code `peak` may have: row width * peak + c of the table for candidate c.
+    """Scales that a group of largest magnitude `peak` may have: row 8 * peak + c of the table for candidate c.
 
-    scales: [rows] bfloat16 bits in units of the group's scale; squares: [8, 16, width] squared error of each code.
+    scales: [64] bfloat16 bits in units of the group's scale. squares: [8, 9, 8], see `compiled.choose`.
     """
 
     table: Table
@@ -134,26 +145,31 @@ class Choices:
 
 @cache
 def to_int4(search: bool) -> Choices:
-    """Integers of -8..7: the plain scale peak / 7.5, and when searching the others worth trying, the plain one first.
+    """Integers of -8..7: the plain scale peak / 7.5 first, then when searching the others that are worth trying.
 
-    Up to a peak of 3 the scale 0.5 is exact.
+    Up to a peak of 3 the scale 0.5 is exact. Only the largest magnitude can meet the end of the range, where the two
+    signs differ.
     """
     rows: list[NDArray[np.float32]] = []
     for magnitude in E2M1_MAGNITUDES:
-        tried = [magnitude / np.float32(7.5) if magnitude else np.float32(1)]
+        plain = magnitude / np.float32(7.5) if magnitude else np.float32(1)
+        others = [plain] * 7
         if search:
-            others = [magnitude / np.float32(d) for d in INT4_DIVISORS]
-            tried += others if magnitude > 3 else [np.float32(0.5)] * len(others)
-        rows.append(np.array(tried, np.float32))
+            divisors = INT4_DIVISORS.get(float(magnitude), ())
+            others = [magnitude / np.float32(d) for d in divisors] or [np.float32(0.5)] * 7
+        rows.append(np.array([plain, *others], np.float32))
     scales = f32_to_bf16(np.concatenate(rows))
     step = bf16_to_f32(scales)[:, None]
     codes = np.clip(np.rint(E2M1[None] / step), -8, 7).astype(np.int16)
     stored = codes.astype(np.float64) * step
-    squares = ((stored - E2M1.astype(np.float64)) ** 2).reshape(8, -1, 16).transpose(0, 2, 1)
+    errors = ((stored - E2M1.astype(np.float64)) ** 2).reshape(8, 8, 16)  # [peak, candidate, code]
+    squares = np.zeros((8, 9, 8))
+    for peak in range(8):
+        squares[peak, : max(peak - 1, 0)] = errors[peak, :, 1:peak].T
+        squares[peak, 7], squares[peak, 8] = errors[peak, :, peak], errors[peak, :, peak + 8]
     shifted = (codes + 8).astype(np.uint8)
-    return Choices(Table(shifted[:, LOW] | (shifted[:, HIGH] << 4), stored), scales, np.ascontiguousarray(squares))
+    return Choices(Table(shifted[:, LOW] | (shifted[:, HIGH] << 4), stored), scales, squares)
 
 
-def int_scale(scales: NDArray[np.uint16], exponent: NDArray[np.uint8]) -> NDArray[np.uint16]:
-    """bfloat16 scales in units of the group's scale, times 2^(byte - 127). Exact inside bfloat16's range."""
-    return f32_to_bf16(np.ldexp(bf16_to_f32(scales), exponent.astype(np.int32) - 127).astype(np.float32))
+INT8_SCALES = f32_to_bf16(np.ldexp(np.float32(1), np.arange(256) - 128).astype(np.float32))
+"""Half of each scale byte's value, bfloat16 bits: the scale of `to_int8`. [256]."""
