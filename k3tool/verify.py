@@ -17,7 +17,7 @@ from k3tool import release
 from k3tool.catalog import catalog
 from k3tool.checkpoint.header import TensorSpec
 from k3tool.checkpoint.index import INDEX_NAME
-from k3tool.checkpoint.manifest import FileRecord, load_manifest
+from k3tool.checkpoint.manifest import FileRecord, Manifest, load_manifest
 from k3tool.checkpoint.reader import CONFIG_NAME, Checkpoint
 from k3tool.checkpoint.source import LocalSource
 from k3tool.conform import conform
@@ -51,6 +51,7 @@ class VerifyReport:
     bytes_read: int = 0
     seconds: float = 0.0
     digests: str = ""  # where the expected digests came from
+    remedy: str = ""  # what mends it, where that is not fetching
 
     @property
     def ok(self) -> bool:
@@ -88,7 +89,7 @@ class VerifyReport:
         more = f" (and {len(self.problems) - 1} more problems)" if len(self.problems) > 1 else ""
         names = sorted({file.name for file in self.files if file.status in ("corrupt", "missing")})
         include = "".join(f" --include '{name}'" for name in names[:3])
-        hint = (
+        hint = self.remedy or (
             f"k3tool fetch REPO{include} --local-dir {self.source} fetches only what is wrong"
             if names
             else ("compare config.json, index and shards with their publisher's")
@@ -115,16 +116,36 @@ def verify(
     """Check a local checkpoint and report every problem; raises only where there is no checkpoint to check.
 
     At depth bytes, files proven by an earlier check and unchanged since are not read again (`options.full` reads all).
+    A folder of another kind that k3tool wrote (GGUF) is compared with its manifest: files and sizes, then digests.
     Raises CheckpointMissing (no folder, no configuration, no index), CheckpointCorrupt (those two unreadable).
     """
     begun = time.monotonic()
     checkpoint = Checkpoint(LocalSource(folder))
+    manifest = None if CONFIG_NAME in checkpoint.files else load_manifest(Path(folder))
     with collector_paused():
-        report = _Verification(checkpoint, depth, progress).run()
+        report = (
+            _Verification(checkpoint, depth, progress).run()
+            if manifest is None
+            else _by_manifest(checkpoint, manifest, depth)
+        )
     if depth == "bytes":
         _check_bytes(checkpoint, report, options or BytesOptions(), progress)
     report.files.sort(key=lambda file: file.name)
     report.seconds = time.monotonic() - begun
+    return report
+
+
+def _by_manifest(checkpoint: Checkpoint, manifest: Manifest, depth: Depth) -> VerifyReport:
+    """Names, and beyond that depth sizes, of the files that a manifest lists."""
+    report = VerifyReport(checkpoint.source.label, depth, remedy=f"run it again: k3tool {manifest.command}")
+    for name, record in sorted(manifest.files.items()):
+        file = FileReport(name)
+        report.files.append(file)
+        size = checkpoint.files.get(name)
+        if size is None:
+            _fail(report, file, f"{name} is missing: the manifest names it", "missing")
+        elif depth != "names" and size != record.size:
+            _fail(report, file, f"{name} has {size} bytes, {record.size} were written", "corrupt")
     return report
 
 

@@ -467,3 +467,26 @@ def test_options_that_contradict(mini, tmp_path, capsys, options, message):
     ran = k3tool(capsys, "quantize", mini, tmp_path / "x", *options, "--json")
     assert ran.code == 2 and message in ran.json["error"]["message"]
     assert json.loads(ran.out)["error"]["code"] == 2 and not (tmp_path / "x").exists()
+
+
+def test_verify_compares_with_the_manifest(mini, tmp_path, capsys):
+    write_gguf(mini, tmp_path / "x", max_shard_size=SPLIT)
+    names = list(files_of(tmp_path / "x"))
+    for depth in ("names", "headers", "bytes"):
+        ran = k3tool(capsys, "verify", tmp_path / "x", "--depth", depth, "--json")
+        assert ran.code == 0 and {"ok"} == {file["status"] for file in ran.json["files"]}
+        assert set(names) < {file["name"] for file in ran.json["files"]}
+    path = tmp_path / "x" / names[1]
+    data = bytearray(path.read_bytes())
+    data[1000] ^= 4
+    path.write_bytes(data)
+    assert k3tool(capsys, "verify", tmp_path / "x").code == 0  # found by its bytes alone
+    ran = k3tool(capsys, "verify", tmp_path / "x", "--depth", "bytes")
+    assert (
+        ran.code == 11 and f"{names[1]}: sha256 differs" in ran.err and "hint: run it again: k3tool quantize" in ran.err
+    )
+    path.write_bytes(data[:-32])
+    assert k3tool(capsys, "verify", tmp_path / "x").code == 11
+    path.unlink()
+    ran = k3tool(capsys, "verify", tmp_path / "x", "--depth", "names")
+    assert ran.code == 10 and f"{names[1]} is missing" in ran.err
