@@ -21,6 +21,8 @@ from k3tool.checkpoint.manifest import load_manifest
 from k3tool.errors import CapacityError, CheckFailed, CheckpointCorrupt, UnsupportedError, UsageError
 from k3tool.gguf import write_gguf
 from k3tool.gguf.write import GgufOptions, model_name, prepare
+from k3tool.hub import HubSource
+from k3tool.standin import serve
 from k3tool.synthetic import tiny_config, write_checkpoint
 from tests.helpers import copy_checkpoint, k3tool, k3tool_process
 
@@ -490,3 +492,14 @@ def test_verify_compares_with_the_manifest(mini, tmp_path, capsys):
     path.unlink()
     ran = k3tool(capsys, "verify", tmp_path / "x", "--depth", "names")
     assert ran.code == 10 and f"{names[1]} is missing" in ran.err
+
+
+def test_a_repository_gives_the_same_files(mini, tmp_path):
+    with serve(mini, repo_id="some/k3-mini-8") as hub:
+        source = HubSource("some/k3-mini-8", endpoint=hub.endpoint, token=False)
+        result = write_gguf(source, tmp_path / "x", vocabulary="ids", max_shard_size=SPLIT)
+        source.close()
+    assert files_of(tmp_path / "x") == files_of_run(mini, tmp_path / "local")
+    assert result.as_json()["complete"]
+    manifest = load_manifest(tmp_path / "x")
+    assert manifest is not None and manifest.source == "some/k3-mini-8"
