@@ -10,6 +10,7 @@ import torch
 
 from k3tool.generate import Session
 from k3tool.synthetic import tiny_config, write_checkpoint
+from tests.model.edit import edit_checkpoint
 from tests.model.twin import Twin
 
 
@@ -156,3 +157,19 @@ def test_the_twin_notices_a_difference(tmp_path):
     twin = Twin(tmp_path)
     twin.c["activation_situ_beta"] = 3.9
     assert relative(found, twin(ids)[0]) > 1e-6
+
+
+@pytest.mark.parametrize("site", ["q_a_proj", "kv_a_proj_with_mqa"])
+def test_latent_norms_have_their_own_eps(site, tmp_path):
+    """1e-6 whatever `rms_norm_eps` says: shown on latents so small that it decides their size."""
+    write_checkpoint(tmp_path, layered(tiny_config(num_layers=2), [1, 2]), seed=4)
+
+    def shrink(tensors):
+        for name in [name for name in tensors if name.endswith(f"{site}.weight")]:
+            tensors[name] = tensors[name] * 2.0**-7
+
+    edit_checkpoint(tmp_path, shrink)
+    ids = list(range(20))
+    logits, _, _ = Twin(tmp_path)(ids)
+    found = Session.open(tmp_path, device="cpu", dtype="float32").prefill(ids, all_logits=True)
+    assert relative(found, logits) < 1e-5
