@@ -21,6 +21,7 @@ from k3tool.kernels.cpu.numeric import from_bfloat16, to_bfloat16, transpose
 from k3tool.kernels.cpu.target import Target
 
 DEPTH = 256  # columns widened at a time: a panel tile of that depth stays in the first-level cache
+NEAR_AHEAD = 1024  # bytes asked for early where rows are read one after the other
 BLOCK_ROWS = 96  # weight rows widened at a time
 
 
@@ -57,15 +58,23 @@ def balanced_rows(rows: int, threads: int) -> int:
 # One token
 
 
-def row_dots(e: Emitter, format_: Format, x: Value, rows: Sequence[RowAddress], columns: Value) -> list[Value]:
-    """Dot products of rows with x: float32 in the format's order, zeros up to a whole block."""
+def row_dots(
+    e: Emitter, format_: Format, x: Value, rows: Sequence[RowAddress], columns: Value, ahead: int
+) -> list[Value]:
+    """Dot products of rows with x: float32 in the format's order, zeros up to a whole block.
+
+    Weights `ahead` bytes behind those at hand are asked for early: a row is too short for the processor to notice in
+    time that it is read front to back.
+    """
     zero = e.number(0.0, vector(F32, _lanes(format_)))
     sums = [[e.variable(zero), e.variable(zero)] for _ in rows]
     whole = columns // format_.block * format_.block
     with e.loop(0, whole, format_.block) as first:
         offsets = format_.weight_bytes(first), format_.scale_bytes(first)
         for at, pair in zip(rows, sums, strict=True):
-            _add_block(e, format_, at.shifted(*offsets), x + first * 4, pair)
+            here = at.shifted(*offsets)
+            e.prefetch(here.weights + ahead)
+            _add_block(e, format_, here, x + first * 4, pair)
     with e.when(whole < columns):
         for at, pair in zip(rows, sums, strict=True):
             _add_block(e, format_, complete_tail(e, format_, at, whole, columns), x + whole * 4, pair)

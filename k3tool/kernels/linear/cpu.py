@@ -21,7 +21,9 @@ NATIVE_TOKENS = 32  # from so many on, a processor with bfloat16 matrix instruct
 # Float32 products this small cost little more than calling them. They are summed in float64: networks of many layers
 # amplify what is rounded away, and small ones are compared digit by digit.
 EXACT_TOKENS, EXACT_WEIGHTS = 256, 1 << 17
-ROWS_AT_ONCE = 4  # of the dot-product kernel: enough to share the loads of x, few enough for registers
+ROWS_AT_ONCE = 4  # of the dot-product kernel, where rows are longer than SHORT_ROW bytes
+SHORT_ROW = 3072
+FAR_AHEAD = 16384  # bytes asked for early with several rows at once
 TOKENS_AT_ONCE = 256  # longer prompts pass in blocks of this many tokens, so that panels stay cached
 # Fields of the argument block, in order.
 _FIELDS = (
@@ -46,13 +48,15 @@ def _emit_vector_product(module: ir.Module, format_: Format) -> None:
     def some(row: Value, count: int) -> None:
         zero = e.number(0)
         at = [RowAddress(a["weight"] + (row + i) * row_bytes, zero, zero) for i in range(count)]
-        for i, value in enumerate(product.row_dots(e, format_, x, at, a["columns"])):
+        ahead = FAR_AHEAD if count > 1 else product.NEAR_AHEAD
+        for i, value in enumerate(product.row_dots(e, format_, x, at, a["columns"], ahead)):
             product.store_activations(e, value, a["out"], row + i, is_bfloat16)
 
     groups = (a["rows"] + (ROWS_AT_ONCE - 1)) // ROWS_AT_ONCE
     first = groups * chunk // chunks * ROWS_AT_ONCE
     last = e.smaller(groups * (chunk + 1) // chunks * ROWS_AT_ONCE, a["rows"])
-    whole = first + (last - first) // ROWS_AT_ONCE * ROWS_AT_ONCE
+    several = first + (last - first) // ROWS_AT_ONCE * ROWS_AT_ONCE
+    whole = e.select(row_bytes > SHORT_ROW, several, first)
     with e.loop(first, whole, ROWS_AT_ONCE) as row:
         some(row, ROWS_AT_ONCE)
     with e.loop(whole, last) as row:

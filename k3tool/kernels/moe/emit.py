@@ -97,7 +97,7 @@ def emit_gate_up(module: ir.Module, format_: Format, tile: Tiling) -> None:
         with e.loop(0, e.number(2)) as turn, e.loop(first, e.smaller(first + unit, inner)) as row:
             is_gate = turn.equals(0)
             at = one.where(e, is_gate, other).shifted(row * row_bytes[0], row * row_bytes[1])
-            (value,) = product.row_dots(e, format_, x, [at], frame.layer["wide"])
+            (value,) = product.row_dots(e, format_, x, [at], frame.layer["wide"], product.NEAR_AHEAD)
             value = value * e.select(is_gate, one_factor, other_factor)
             e.store(value, results + ((row - first) + turn * unit) * 4)
         hidden = call["hidden"] + (slot * units * unit + first) * 4
@@ -124,7 +124,7 @@ def emit_down(module: ir.Module, format_: Format, tile: Tiling) -> None:
         hidden = call["hidden"] + slot * depth * 4
         with e.loop(first, last) as row:
             here = at.shifted(row * row_bytes[0], row * row_bytes[1])
-            (value,) = product.row_dots(e, format_, hidden, [here], inner)
+            (value,) = product.row_dots(e, format_, hidden, [here], inner, product.NEAR_AHEAD)
             place = call["out"] + row * 4
             e.store(e.load(F32, place) + weight * frame.rounded(value * factor), place)
     e.finish()

@@ -128,16 +128,17 @@ def down_kernel(
 
 
 @triton.jit
-def sum_kernel(y, weights, out, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
-    """Programs (block of columns, token): out [T, width] float32 = sum over k of y [T, TOP_K, width] * weights."""
-    token = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
+def sum_kernel(y, weights, out, tokens, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """Programs (block of columns, tokens): out [T, width] float32 = sum over k of y [T, TOP_K, width] * weights."""
+    token = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    column = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    here = (token < tokens) & (column < width)
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
     for k in range(TOP_K):
         visit = token * TOP_K + k
-        value = tl.load(y + visit * width + column, column < width, 0.0).to(tl.float32)
-        total += value * tl.load(weights + visit)
-    tl.store(out + token * width + column, total, column < width)
+        value = tl.load(y + visit * width + column, here, 0.0).to(tl.float32)
+        total += value * tl.load(weights + visit, token < tokens, 0.0)
+    tl.store(out + token * width + column, total, here)
 
 
 @triton.jit
@@ -208,8 +209,9 @@ def experts_forward(
         hidden, *blocks, *held.w2, y, inner, width, held.scale_size("w2"), **shared
     )
     block = min(4096 if IS_INTERPRETED else 512, power_of_two(width))
-    sum_kernel[(triton.cdiv(width, block), tokens)](
-        y, weights.gather(1, places), out, width, TOP_K=top_k, BLOCK=block, num_warps=4
+    rows = min(64, power_of_two(tokens, 1)) if IS_INTERPRETED else 1
+    sum_kernel[(triton.cdiv(width, block), triton.cdiv(tokens, rows))](
+        y, weights.gather(1, places), out, tokens, width, TOP_K=top_k, BLOCK=block, ROWS=rows, num_warps=4
     )
     return out
 
@@ -233,7 +235,7 @@ def experts_options(held: Stored, visits: int, dtype: torch.dtype) -> dict:
     wide = {"BLOCK_K": min(depth or 128, 128)}
     if IS_INTERPRETED:
         rows = 16 if visits <= DIRECT_VISITS else min(64, power_of_two(visits // held.num_experts))
-        return {"BLOCK_M": rows, "BLOCK_N": 256, "BLOCK_K": depth or 256}
+        return {"BLOCK_M": rows, "BLOCK_N": 128, "BLOCK_K": depth or 128}
     if visits <= DIRECT_VISITS:
         return {**wide, "BLOCK_M": DIRECT_ROWS, "BLOCK_N": 32, "num_warps": 4, "num_stages": 3}
     per_expert = visits / held.num_experts
