@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from k3tool.config import K3Config
 from k3tool.kernels.attn_res import mix_blocks
+from k3tool.kernels.dispatch import sole_threads
 from k3tool.kernels.linear import linear
 from k3tool.kernels.norm import rms_norm
 from k3tool.model.attention import KdaAttention, MlaAttention
@@ -96,6 +97,10 @@ class Model:
     @torch.inference_mode()
     def forward(self, ids: Tensor, cache: Cache, observe: Observer | None = None) -> Tensor:
         """ids [T] int64 that follow `cache` -> final hidden states [T, hidden], normalized. Advances the cache."""
+        with sole_threads(self.device):
+            return self._forward(ids, cache, observe)
+
+    def _forward(self, ids: Tensor, cache: Cache, observe: Observer | None) -> Tensor:
         config, position = self.config, cache.position
         block = config.attn_res_block_size
         slots = 1 if block is None else 1 + -(-len(self.layers) // block)
@@ -116,4 +121,5 @@ class Model:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [T, hidden] -> [T, vocab] float32; the product itself is rounded to the model dtype."""
-        return linear(hidden, self.lm_head).float()
+        with sole_threads(self.device):
+            return linear(hidden, self.lm_head).float()
