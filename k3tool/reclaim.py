@@ -22,8 +22,8 @@ from k3tool.checkpoint.table import TensorTable
 from k3tool.checkpoint.writer import fsync_folder, write_atomic
 from k3tool.errors import CheckFailed, CheckpointCorrupt, CheckpointMissing, UsageError
 from k3tool.plan import FileJob, Plan
+from k3tool.transform.reshard import RECLAIMED_NAME
 
-NOTE_NAME = "k3tool-reclaimed.json"
 READ_BYTES = 4 << 20
 
 
@@ -39,7 +39,7 @@ class Note:
 
 def read_note(root: Path) -> Note | None:
     """The note in a source folder, or None. Raises CheckpointCorrupt for one that k3tool did not write."""
-    path = root / NOTE_NAME
+    path = root / RECLAIMED_NAME
     if not path.is_file():
         return None
     try:
@@ -59,6 +59,12 @@ class ReclaimedSource(LocalSource):
 
     def files(self) -> dict[str, int]:
         return {**super().files(), **self._note.shards}
+
+    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+        """Of a freed shard no more than its header, whatever was asked for."""
+        if name in self._note.shards and length is not None:
+            length = max(0, min(length, (self.root / name).stat().st_size - offset))
+        return super().read(name, offset, length)
 
 
 def refuse_reclaimed(root: Path) -> None:
@@ -142,7 +148,7 @@ class Reclaimer:
         self._freed[shard] = self._sizes[shard]
         self._write_note(complete=False)
         with open(self._root / shard, "r+b", buffering=0) as file:
-            file.truncate(self._headers[shard])
+            os.truncate(file.fileno(), self._headers[shard])
             os.fsync(file.fileno())
 
     def _write_note(self, *, complete: bool) -> None:
@@ -152,7 +158,7 @@ class Reclaimer:
             "shards": self._freed,
             "complete": complete,
         }
-        write_atomic(self._root / NOTE_NAME, json.dumps(document, indent=1).encode() + b"\n")
+        write_atomic(self._root / RECLAIMED_NAME, json.dumps(document, indent=1).encode() + b"\n")
 
     def finish(self) -> None:
         """The job is complete: remove what is left of the shards."""
@@ -167,7 +173,7 @@ def finish_note(root: Path) -> bool:
         return False
     for shard in note.shards:
         (root / shard).unlink(missing_ok=True)
-    (root / NOTE_NAME).unlink()
+    (root / RECLAIMED_NAME).unlink()
     fsync_folder(root)
     return True
 

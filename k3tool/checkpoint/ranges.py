@@ -28,6 +28,7 @@ class Reader:
         self.read_bytes = 0
         self._open: dict[str, int] = {}
         self._seen: dict[str, tuple[Path, os.stat_result]] = {}
+        self._used: set[str] = set()
         self._windows: Iterator[Range] = iter(())
         self._window = ("", 0, memoryview(b""))
         self._buffer_bytes = buffer_bytes
@@ -62,11 +63,13 @@ class Reader:
                 raise
             self._seen.setdefault(shard, (path, os.fstat(descriptor)))
         self._open[shard] = descriptor
+        self._used.add(shard)
         return descriptor
 
     def check_unchanged(self) -> None:
         """Raises CheckpointCorrupt where a local file read since the last call has become another meanwhile."""
-        for shard, (path, before) in self._seen.items():
+        for shard in self._used:
+            path, before = self._seen[shard]
             now = path.stat()
             if (now.st_size, now.st_mtime_ns, now.st_ino) != (before.st_size, before.st_mtime_ns, before.st_ino):
                 raise CheckpointCorrupt(
@@ -74,7 +77,7 @@ class Reader:
                     hint="let the source rest, then run the same command again",
                     shard=shard,
                 )
-        self._seen = {shard: self._seen[shard] for shard in self._open}
+        self._used.clear()
 
     def _from_window(self, shard: str, offset: int, buffer: memoryview) -> int:
         name, start, data = self._window

@@ -26,7 +26,7 @@ from k3tool.errors import CheckpointCorrupt, CheckpointMissing, UsageError
 from k3tool.layout import rank_folder
 from k3tool.names import parse_name
 from k3tool.transform.record import LayoutRecord, parse_record
-from k3tool.transform.reshard import LAYOUT_NAME, Form, RanksForm, RankTensors, WholeForm
+from k3tool.transform.reshard import LAYOUT_NAME, RECLAIMED_NAME, Form, RanksForm, RankTensors, WholeForm
 from k3tool.transform.split import Splitter
 
 SHOWN_NAMES = 5
@@ -119,7 +119,7 @@ def _open_ranks(source: Source, config: K3Config, splitter: Splitter, record: La
 
 def companions(files: Mapping[str, int]) -> list[str]:
     """Files that belong to a checkpoint beside its weights: tokenizer, generation settings, licence, ..."""
-    ours = {CONFIG_NAME, INDEX_NAME, MANIFEST_NAME, LAYOUT_NAME}
+    ours = {CONFIG_NAME, INDEX_NAME, MANIFEST_NAME, LAYOUT_NAME, RECLAIMED_NAME}
     return sorted(
         name
         for name in files
