@@ -236,7 +236,8 @@ class Splitter:
         CheckpointCorrupt where its shape is not what the configuration says."""
         if rule.axis is None or name.part == "weight_shape":
             return WHOLE
-        if name.part.startswith("weight."):
+        # bitsandbytes: `weight` is a column of bytes, its states are `weight.absmax` and so on
+        if name.part.startswith("weight.") or (name.part == "weight" and kind.dtype == "U8"):
             return WHOLE if tp == 1 else self._refuse_states(name, tp)
         if name.part == "A_log":
             return self._decay_cut(name, rule, kind, tp)
