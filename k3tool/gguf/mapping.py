@@ -23,7 +23,7 @@ from k3tool.transform.base import whole
 from k3tool.transform.gguf import MXFP4_SOURCE, DecayRate, Recode, Repack, ScoreVector, can_round
 
 PLAIN = ("BF16", "F16", "F32")
-BLOCK_VALUES = 1 << 20  # values of one step where a matrix is converted in blocks of rows
+BLOCK_VALUES = 1 << 18  # values of one step where a matrix is converted in blocks of rows
 WORKING_BYTES_PER_VALUE = 64  # float32 and float64 copies while a block is converted and measured
 _OTHER_PARTS = {
     "weight": ("weight_packed", "weight.absmax", "weight_scale"),
