@@ -75,6 +75,16 @@ def test_chunked_and_recurrent_forms_equal_the_recurrence(time, lower_bound):
     assert error(args[-1], last) < BOUND
 
 
+@pytest.mark.parametrize("time", [1, 40])
+def test_eps_decides_the_size_of_tiny_queries_and_keys(time):
+    args = inputs(time)
+    args[0] *= 1e-4
+    args[1] *= 1e-4
+    expected, last = naive(*args, -5.0)
+    assert error(kda(*args, lower_bound=-5.0), expected) < BOUND
+    assert error(args[-1], last) < BOUND
+
+
 @pytest.mark.parametrize("heads,key_dim,value_dim,batch", [(1, 8, 8, 1), (3, 20, 33, 2), (5, 64, 7, 1)])
 def test_odd_sizes_and_batches(heads, key_dim, value_dim, batch):
     args = inputs(70, heads, key_dim, value_dim, batch)
