@@ -196,28 +196,51 @@ def emit_block_product(module: ir.Module, format_: Format, tile: Tiling, micros:
 # Moving activations
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Rows of activations in memory: float32 or bfloat16, `stride` numbers from one row to the next."""
+
+    base: Value
+    stride: Value
+    is_bfloat16: Value
+
+    def load(self, e: Emitter, dtype: str, row: Value, column: Value, lanes: int) -> Value:
+        index = row * self.stride + column
+        if dtype == "bfloat16":
+            return from_bfloat16(e, e.load(vector(I16, lanes), self.base + index * 2))
+        return e.load(vector(F32, lanes), self.base + index * 4)
+
+
 def pack_tile(
-    e: Emitter, format_: Format, tile: Tiling, x: Value, token_ids: list[Value], columns: Value, panel: Value
+    e: Emitter, format_: Format, tile: Tiling, x: Rows, token_ids: list[Value], columns: Value, panel: Value
 ) -> None:
-    """Rows `token_ids` of x [T, columns] float32 (one per lane of the tile) to panel [padded columns][tokens]."""
+    """Rows `token_ids` of x (one per lane of the tile) as float32 to panel [padded columns][tokens]."""
+    for dtype, case in (("float32", e.otherwise(x.is_bfloat16)), ("bfloat16", e.when(x.is_bfloat16))):
+        with case:
+            _pack_columns(e, format_, tile, x, dtype, token_ids, columns, panel)
+    places = e.table(places_of(format_))
+    with e.loop(columns, whole_blocks(format_, columns)) as column:
+        address = panel + place_of(e, format_, places, column) * (4 * tile.tokens)
+        for side in range(0, tile.tokens, tile.lanes):
+            e.store(e.number(0.0, vector(F32, tile.lanes)), address + 4 * side)
+
+
+def _pack_columns(
+    e: Emitter, format_: Format, tile: Tiling, x: Rows, dtype: str, token_ids: list[Value], columns: Value, panel: Value
+) -> None:
     places = e.table(places_of(format_))
     lanes = tile.lanes
-    starts = [x + token * columns * 4 for token in token_ids]
     whole = columns // lanes * lanes
     with e.loop(0, whole, lanes) as first:
         at = [panel + place_of(e, format_, places, first + offset) * (4 * tile.tokens) for offset in range(lanes)]
         for side in range(0, tile.tokens, lanes):
-            rows = [e.load(vector(F32, lanes), start + first * 4) for start in starts[side : side + lanes]]
+            rows = [x.load(e, dtype, token, first, lanes) for token in token_ids[side : side + lanes]]
             for address, values in zip(at, transpose(e, rows), strict=True):
                 e.store(values, address + 4 * side)
     with e.loop(whole, columns) as column:
         address = panel + place_of(e, format_, places, column) * (4 * tile.tokens)
-        for lane, start in enumerate(starts):
-            e.store(e.load(F32, start + column * 4), address + 4 * lane)
-    with e.loop(columns, whole_blocks(format_, columns)) as column:
-        address = panel + place_of(e, format_, places, column) * (4 * tile.tokens)
-        for side in range(0, tile.tokens, lanes):
-            e.store(e.number(0.0, vector(F32, lanes)), address + 4 * side)
+        for lane, token in enumerate(token_ids):
+            e.store(x.load(e, dtype, token, column, 1), address + 4 * lane)
 
 
 def store_activations(e: Emitter, value: Value, base: Value, index: Value, is_bfloat16: Value) -> None:

@@ -28,6 +28,7 @@ TOKENS_AT_ONCE = 256  # longer prompts pass in blocks of this many tokens, so th
 # Fields of the argument block, in order.
 _FIELDS = (
     "x", "weight", "out", "rows", "columns", "tokens", "bfloat16", "scratch", "scratch_bytes", "panel", "block_rows",
+    "x_stride",
 )  # fmt: skip
 
 
@@ -71,7 +72,8 @@ def _emit_pack(module: ir.Module, format_: Format, tile: Tiling) -> None:
     first, last_token = e.params[1] * tile.tokens, a["tokens"] - 1
     tokens = [e.smaller(first + lane, last_token) for lane in range(tile.tokens)]
     depth = (a["columns"] + (format_.block - 1)) // format_.block * format_.block
-    product.pack_tile(e, format_, tile, a["x"], tokens, a["columns"], a["panel"] + first * depth * 4)
+    x = product.Rows(a["x"], a["x_stride"], a["bfloat16"] > 0)
+    product.pack_tile(e, format_, tile, x, tokens, a["columns"], a["panel"] + first * depth * 4)
     e.finish()
 
 
@@ -138,7 +140,8 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
         if tokens == 1:
             _one_token(compiled, x.contiguous(), weight, out)
         else:
-            _many_tokens(compiled, x.to(torch.float32).contiguous(), weight, out, tokens)
+            x = x.reshape(tokens, columns)
+            _many_tokens(compiled, x if x.stride(1) == 1 else x.contiguous(), weight, out)
     return out
 
 
@@ -166,8 +169,8 @@ def _chunks(weights: int, threads: int) -> int:
     return 1 if weights < 32768 or threads == 1 else min(4 * threads, weights // 16384)
 
 
-def _many_tokens(compiled: _Compiled, x: Tensor, weight: Tensor, out: Tensor, tokens: int) -> None:
-    workers = pool.shared()
+def _many_tokens(compiled: _Compiled, x: Tensor, weight: Tensor, out: Tensor) -> None:
+    workers, tokens = pool.shared(), x.shape[0]
     rows, columns = weight.shape
     depth = -(-columns // compiled.block) * compiled.block
     most = min(tokens, TOKENS_AT_ONCE)
@@ -179,8 +182,8 @@ def _many_tokens(compiled: _Compiled, x: Tensor, weight: Tensor, out: Tensor, to
     for first in range(0, tokens, TOKENS_AT_ONCE):
         count = min(TOKENS_AT_ONCE, tokens - first)
         compiled.arguments[:] = (
-            x.data_ptr() + 4 * first * columns, weight.data_ptr(), out.data_ptr() + out.element_size() * first * rows,
-            rows, columns, count, out.dtype == torch.bfloat16, scratch, scratch_bytes, panel, block_rows,
+            x[first].data_ptr(), weight.data_ptr(), out.data_ptr() + out.element_size() * first * rows, rows, columns,
+            count, x.dtype == torch.bfloat16, scratch, scratch_bytes, panel, block_rows, x.stride(0),
         )  # fmt: skip
         workers.run(compiled.pack, compiled.address, -(-count // compiled.tile.tokens))
         workers.run(compiled.matrix, compiled.address, -(-rows // block_rows))

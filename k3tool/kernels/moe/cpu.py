@@ -125,7 +125,7 @@ def experts_forward(
             silu=activation == "silu",
         )
         run = _grouped if _has_crowds(ids, experts.num_experts) else _token_by_token
-        return run(compiled, experts, x.contiguous(), ids, weights)
+        return run(compiled, experts, x if x.stride(1) == 1 else x.contiguous(), ids, weights)
 
 
 def _has_crowds(ids: Tensor, num_experts: int) -> bool:
@@ -161,7 +161,7 @@ def _token_by_token(compiled: _Compiled, experts: Experts, x: Tensor, ids: Tenso
 
 
 def _grouped(compiled: _Compiled, experts: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    workers, rows = pool.shared(), x.to(torch.float32)
+    workers = pool.shared()
     out = torch.zeros(x.shape, dtype=torch.float32)
     sorted_ids, order = ids.flatten().sort(stable=True)
     tokens = order // ids.shape[1]
@@ -172,7 +172,8 @@ def _grouped(compiled: _Compiled, experts: Experts, x: Tensor, ids: Tensor, weig
     c_bytes = 4 * BLOCK_ROWS * -(-ITEM_TOKENS // tile) * tile
     scratch_bytes = panel_bytes + 4 * BLOCK_ROWS * DEPTH + 2 * c_bytes
     compiled.set(
-        x=rows.data_ptr(),
+        x=x.data_ptr(),
+        x_stride=x.stride(0),
         out=out.data_ptr(),
         tokens=tokens.data_ptr(),
         weights=sorted_weights.data_ptr(),

@@ -26,6 +26,7 @@ LAYER = ("w1", "s1", "d1", "w3", "s3", "d3", "w2", "s2", "d2", "table", "wide", 
 CALL = (
     "layer", "x", "out", "count", "experts", "weights", "tokens", "items", "caps", "round", "silu", "hidden",
     "splits", "block_rows", "scratch", "scratch_bytes", "panel_bytes", "c_bytes",
+    "x_stride",
 )  # fmt: skip
 ITEM = ("expert", "start", "count", "hidden")
 
@@ -152,7 +153,8 @@ def emit_expand(module: ir.Module, format_: Format, tile: Tiling, block_product:
         lanes = [e.smaller(index * tile.tokens + lane, item["count"] - 1) for lane in range(tile.tokens)]
         ids = [e.load(I64, call["tokens"] + (item["start"] + lane) * 8) for lane in lanes]
         place = panel + index * depth * (4 * tile.tokens)
-        product.pack_tile(e, format_, tile, call["x"], ids, layer["wide"], place)
+        x = product.Rows(call["x"], call["x_stride"], call["round"] > 0)
+        product.pack_tile(e, format_, tile, x, ids, layer["wide"], place)
     blocks = (layer["inner"] + call["block_rows"] - 1) // call["block_rows"]
     with e.loop(blocks * split // call["splits"], blocks * (split + 1) // call["splits"]) as block:
         first = block * call["block_rows"]
