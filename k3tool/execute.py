@@ -320,9 +320,11 @@ def write_small(path: Path, data: bytes | Callable[[], Iterable[bytes]]) -> File
 
 
 def source_identity(source: Source, digest: str) -> dict[str, str]:
-    """What names a source in a plan's description: where it is, and the digest of what the plan was made from."""
+    """What names a source in a plan's description: where it is (of a Hub repository the commit), and the digest of
+    what the plan was made from."""
     root = source.local_path("")
-    return {"source": source.label if root is None else os.path.realpath(root), "digest": digest}
+    where = f"{source.label} {getattr(source, 'commit', '')}" if root is None else os.path.realpath(root)
+    return {"source": where, "digest": digest}
 
 
 def resident_memory() -> int:

@@ -240,7 +240,7 @@ def carry_out(
         closing=lambda report: closing_files(prepared, report),
         options=options,
         only=None if prepared.request.ranks is None else lambda job: job.path in wanted,
-        revision=getattr(prepared.opened.source, "revision", None),
+        revision=getattr(prepared.opened.source, "commit", None),
     )
     if options.reclaimer:
         options.reclaimer.finish()

@@ -103,6 +103,7 @@ def _open_ranks(source: Source, config: K3Config, splitter: Splitter, record: La
     for rank, folder in enumerate(folders):
         try:
             checkpoint = Checkpoint(SubSource(source, folder))
+            _check_rank(checkpoint, rank, record)
             tables[rank] = TensorTable.of(checkpoint)
         except CheckpointMissing as error:
             raise CheckpointMissing(
@@ -115,6 +116,18 @@ def _open_ranks(source: Source, config: K3Config, splitter: Splitter, record: La
         RankTensors(source, folders, tables), config, splitter, record.layout, {**record.joins, **record.exceptions}
     )
     return form, digest.hexdigest()
+
+
+def _check_rank(checkpoint: Checkpoint, rank: int, record: LayoutRecord) -> None:
+    """A folder must hold the rank that its name says: neighbours store the same names and shapes."""
+    found = checkpoint.config.raw.get("k3tool")
+    expected = {"rank": rank, "ranks": record.layout.ranks, **record.layout.as_json()}
+    if not isinstance(found, dict) or any(found.get(key) != value for key, value in expected.items()):
+        raise CheckpointCorrupt(
+            f"{checkpoint.source.label}: its {CONFIG_NAME} says {json.dumps(found)[:200]}, "
+            f"{LAYOUT_NAME} says {json.dumps(expected)}",
+            hint="put every rank's folder back under its own name, or write the ranks again",
+        )
 
 
 def companions(files: Mapping[str, int]) -> list[str]:
