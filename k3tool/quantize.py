@@ -16,7 +16,7 @@ from typing import Any
 
 from k3tool.checkpoint.manifest import FileRecord
 from k3tool.checkpoint.reader import CONFIG_NAME
-from k3tool.checkpoint.source import Source
+from k3tool.checkpoint.source import Source, open_source
 from k3tool.checkpoint.writer import write_atomic
 from k3tool.config import K3Config
 from k3tool.errors import CheckFailed, UsageError
@@ -24,7 +24,7 @@ from k3tool.events import SILENT, Progress
 from k3tool.execute import Options, Report, SmallFile, execute
 from k3tool.layout import Layout
 from k3tool.names import component_of, parse_name
-from k3tool.reshard import Prepared, Request, closing_files
+from k3tool.reshard import DEFAULT_SHARD_BYTES, Prepared, Request, closing_files
 from k3tool.reshard import prepare as prepare_reshard
 from k3tool.transform import quantize_config, quantize_report
 from k3tool.transform.base import TensorOut
@@ -223,7 +223,15 @@ def prepare(
     if scales not in SCALES:
         raise UsageError(f"unknown way to choose scales {scales!r}", hint=f"write {' or '.join(SCALES)}")
     change = Change(policy, search=scales == "search", exact=exact)
-    return PreparedQuantization(prepare_reshard(source, request or Request(gpus=1, form="hf"), change), change)
+    opened = open_source(source) if isinstance(source, (str, Path)) else source
+    request = request or Request(gpus=1, form="hf", max_shard_bytes=default_shard_bytes(opened))
+    return PreparedQuantization(prepare_reshard(opened, request, change), change)
+
+
+def default_shard_bytes(source: Source) -> int:
+    """5 GB, and less for small sources: an eighth, so that several files can be worked on at once; at least 64 MB."""
+    total = sum(size for name, size in source.files().items() if name.endswith(".safetensors"))
+    return min(DEFAULT_SHARD_BYTES, max(total // 8, 64_000_000))
 
 
 def quantize(

@@ -99,19 +99,21 @@ def command(
             raise UsageError(
                 "--trunk and --vocabulary go with --format gguf", hint="add --format gguf, or leave them out"
             )
-        from k3tool.quantize import carry_out, prepare
-        from k3tool.reshard import DEFAULT_SHARD_BYTES, Request
+        from k3tool.checkpoint.source import open_source
+        from k3tool.quantize import carry_out, default_shard_bytes, prepare
+        from k3tool.reshard import Request
         from k3tool.transform.quantize_policy import make_policy
 
+        opened = open_source(source)
         one = all(count in (None, 1) for count in (gpus, tp, ep, pp))
         request = Request(
             1 if one else gpus, tp, ep, pp,
             layout or ("hf" if one else "ranks"),
             parse_ranges(rank, what="rank") if rank is not None else None,
-            parse_size(max_shard_size) if max_shard_size else DEFAULT_SHARD_BYTES,
+            parse_size(max_shard_size) if max_shard_size else default_shard_bytes(opened),
         )  # fmt: skip
         wanted = {"experts": experts, "latent": latent, "shared": shared, "attention": attention}
-        job = prepare(source, make_policy(wanted, recipe), request=request, scales=scales, exact=exact)
+        job = prepare(opened, make_policy(wanted, recipe), request=request, scales=scales, exact=exact)
         for warning in job.warnings:
             output.progress.warn(warning)
         if dry_run:
