@@ -243,14 +243,14 @@ def random_tensor(entry: Entry, config: K3Config, rng: np.random.Generator) -> m
         codes = rng.integers(0, 256, entry.shape, dtype=np.uint8)
         group = 8 if config.expert_scheme == "nvfp4" else 16
         codes[:, ::group] |= 0x07  # every group tops out at code 6.0, as a quantizer would leave it
-        return memoryview(codes).cast("B")
+        return codes.data.cast("B")
     if part == "weight_scale":
         low, high, step = (48, 80, 8) if entry.dtype == "F8_E4M3" else (118, 122, 1)  # 2^-9..2^-5 after all factors
-        return memoryview(rng.integers(0, (high - low) // step, entry.shape, dtype=np.uint8) * step + low).cast("B")
+        return (rng.integers(0, (high - low) // step, entry.shape, dtype=np.uint8) * step + low).data.cast("B")
     if part == "weight_global_scale":
-        return memoryview(np.full(entry.shape, 256.0, np.float32)).cast("B")
+        return np.full(entry.shape, 256.0, np.float32).data.cast("B")
     values = _values(entry, part, config, rng)
-    return memoryview(values if entry.dtype == "F32" else bfloat16_bits(values)).cast("B")
+    return (values if entry.dtype == "F32" else bfloat16_bits(values)).data.cast("B")
 
 
 def _values(entry: Entry, part: str, config: K3Config, rng: np.random.Generator) -> np.ndarray:

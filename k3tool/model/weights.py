@@ -62,9 +62,9 @@ class Weights:
             if parsed is not None:
                 self.modules[parsed.module_path][parsed.part] = place
         self._reads: list[_Read] = []
-        self._conversions: list[Callable[[], None]] = []  # on the host, after the reads
-        self._copies: list[Callable[[], None]] = []  # to the device, after the conversions
-        self._checks: list[Callable[[], None]] = []
+        self._conversions: list[Callable[[], object]] = []  # on the host, after the reads
+        self._copies: list[Callable[[], object]] = []  # to the device, after the conversions
+        self._checks: list[Callable[[], object]] = []
 
     @property
     def measuring(self) -> bool:
@@ -109,7 +109,7 @@ class Weights:
         self._convert(name, staging)
         return result
 
-    def check(self, action: Callable[[], None]) -> None:
+    def check(self, action: Callable[[], object]) -> None:
         """Run `action` once everything declared so far is filled. Not when measuring."""
         if not self.measuring:
             self._checks.append(action)
@@ -121,7 +121,7 @@ class Weights:
             return
         assert destination.nbytes == spec.nbytes
         place = self._place(name)
-        view = memoryview(destination.reshape(-1).view(torch.uint8).numpy())
+        view = destination.reshape(-1).view(torch.uint8).numpy().data
         self._reads.append(_Read(place.shard, place.offset, view))
 
     def dequantized(self, matrix: Matrix, scheme: str, destination: Tensor | None) -> None:
