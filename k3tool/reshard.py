@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from k3tool.checkpoint.index import INDEX_NAME
 from k3tool.checkpoint.manifest import MANIFEST_NAME, Manifest
 from k3tool.checkpoint.reader import CONFIG_NAME
-from k3tool.checkpoint.source import Source, open_source
+from k3tool.checkpoint.source import Source, open_source, opened_source
 from k3tool.checkpoint.table import TensorTable
 from k3tool.errors import CheckpointMissing, UsageError
 from k3tool.execute import Options, Part, Report, SmallFile, execute, source_identity
@@ -220,8 +220,9 @@ def reshard(
 ) -> Resharded:
     """Carry out `request`: every file once, the index and configuration last. Raises what `prepare` and
     `execute` raise, and CheckFailed (exit 1) where `verify` finds a tensor that differs from the source."""
-    prepared = prepare(source, request, reclaim=reclaim)
-    return carry_out(prepared, Path(dest), options=options or Options(), verify=verify, reclaim=reclaim)
+    with opened_source(source) as opened:
+        prepared = prepare(opened, request, reclaim=reclaim)
+        return carry_out(prepared, Path(dest), options=options or Options(), verify=verify, reclaim=reclaim)
 
 
 def carry_out(

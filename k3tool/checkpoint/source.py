@@ -5,8 +5,10 @@ Plans, transforms and the engine know only this protocol; whether a range crosse
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -115,6 +117,21 @@ def open_source(text: str | Path) -> Source:
     if snapshot is not None:
         return LocalSource(snapshot)
     return HubSource(match["repo"], match["revision"])
+
+
+@contextlib.contextmanager
+def opened_source(text: str | Path | Source) -> Iterator[Source]:
+    """`open_source` for the length of a block, its connections closed after it. A Source passes through, unclosed."""
+    if not isinstance(text, (str, Path)):
+        yield text
+        return
+    source = open_source(text)
+    try:
+        yield source
+    finally:
+        close = getattr(source, "close", None)
+        if close is not None:
+            close()
 
 
 def _missing(path: Path, error: OSError) -> CheckpointMissing:

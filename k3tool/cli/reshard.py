@@ -56,17 +56,18 @@ def command(
     SOURCE may be a checkpoint, a Hub repository (only the ranges of --rank are fetched), or a folder of ranks that
     k3tool wrote: `reshard RANKS_DIR DEST --gpus 1 --layout hf` gives the original tensors back, bit for bit.
     """
+    from k3tool.checkpoint.source import opened_source
     from k3tool.execute import Options
     from k3tool.reshard import Request, carry_out, part_of, prepare
 
-    with Output("reshard", json=json, quiet=quiet) as output:
+    with Output("reshard", json=json, quiet=quiet) as output, opened_source(source) as opened:
         request = Request(
             gpus, tp, ep, pp, layout,
             parse_ranges(rank, what="rank") if rank is not None else None,
             parse_size(max_shard_size),
         )  # fmt: skip
         share = None if finalize else part_of(part, os.environ)
-        prepared = prepare(source, request, reclaim=reclaim)
+        prepared = prepare(opened, request, reclaim=reclaim)
         if dry_run:
             output.result(prepared.as_json(), essential=prepared.plan.id, human=lambda c: _show_plan(c, prepared))
             return
