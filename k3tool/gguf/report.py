@@ -19,16 +19,14 @@ WORST_SHOWN = 8
 
 @dataclass
 class Changes:
-    """The tensors of one component that a change of type could round: how many, how many of them it changed, sums
-    over all of them, and the worst as (relative error, name)."""
+    """The tensors of one component that a change of type could round: how many of them it changed, sums over all of
+    them, and the worst as (relative error, name)."""
 
-    tensors: int = 0
     changed: int = 0
     sums: Measured = field(default_factory=lambda: total(()))
     worst: list[tuple[float, str]] = field(default_factory=list)
 
     def add(self, other: Changes) -> None:
-        self.tensors += other.tensors
         self.changed += other.changed
         self.sums = total((self.sums, other.sums))
         self.worst = sorted([*self.worst, *other.worst], key=lambda entry: (-entry[0], entry[1]))[:WORST_SHOWN]
@@ -39,7 +37,7 @@ class Changes:
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Changes:
         worst = [(float(error), str(name)) for error, name in row["worst"]]
-        return cls(int(row["tensors"]), int(row["changed"]), Measured.from_json(row["sums"]), worst)
+        return cls(int(row["changed"]), Measured.from_json(row["sums"]), worst)
 
 
 def summarize(measured: Iterable[Rounded]) -> dict[str, Any]:
@@ -51,7 +49,7 @@ def summarize(measured: Iterable[Rounded]) -> dict[str, Any]:
     for (component, tensor), parts in rows.items():
         sums = total(parts)
         worst = [] if sums.exact else [(sums.relative_error, tensor)]
-        changes.setdefault(component, Changes()).add(Changes(1, int(not sums.exact), sums, worst))
+        changes.setdefault(component, Changes()).add(Changes(int(not sums.exact), sums, worst))
     return {component: entry.as_json() for component, entry in changes.items()}
 
 

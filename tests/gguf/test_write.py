@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from k3tool.checkpoint.manifest import load_manifest
 from k3tool.errors import CapacityError, CheckFailed, CheckpointCorrupt, UnsupportedError, UsageError
+from k3tool.execute import Part
 from k3tool.gguf import write_gguf
 from k3tool.gguf.write import GgufOptions, model_name, prepare
 from k3tool.hub import HubSource
@@ -302,7 +303,7 @@ def test_killed_at_any_moment_it_resumes_to_the_same_bytes(mini, tmp_path):
     reference = files_of_run(mini, tmp_path / "whole")
     arguments = ["quantize", mini, tmp_path / "x", "--format", "gguf", "--max-shard-size", SPLIT, "--vocabulary", "ids"]
     killed = 0
-    for delay in (0.0, 0.05, 0.1, 0.02, 0.15):
+    for delay in (0.0, 0.1, 0.05):
         process = subprocess.Popen(
             [sys.executable, "-c", SLOW, *map(str, arguments), "--max-workers", "1"],
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
@@ -315,7 +316,7 @@ def test_killed_at_any_moment_it_resumes_to_the_same_bytes(mini, tmp_path):
         killed += process.returncode == -signal.SIGKILL
         for path in (tmp_path / "x").glob("*.gguf"):  # a final name never holds partial data
             assert reference[path.name] == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert killed == 5
+    assert killed == 3
     done = k3tool_process(*arguments)
     assert done.code == 0, done.err
     assert files_of(tmp_path / "x") == reference
@@ -344,10 +345,9 @@ def files_of_run(source: Path, folder: Path) -> dict[str, str]:
 
 def test_parts_make_the_same_files(mini, tmp_path):
     reference = files_of_run(mini, tmp_path / "whole")
-    for number in (1, 2, 3):
-        done = k3tool_process("quantize", mini, tmp_path / "x", "--format", "gguf", "--max-shard-size", SPLIT,
-                              "--vocabulary", "ids", "--part", f"{number}/3", "--json")  # fmt: skip
-        assert done.code == 0 and done.json["complete"] == (number == 3), done.err
+    for number in range(3):
+        done = write_gguf(mini, tmp_path / "x", max_shard_size=SPLIT, vocabulary="ids", part=Part(number, 3)).as_json()
+        assert done["complete"] == (number == 2)
     assert files_of(tmp_path / "x") == reference
 
 
