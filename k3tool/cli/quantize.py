@@ -44,7 +44,7 @@ def command(
     max_rel_error: Annotated[float | None, typer.Option("--max-rel-error", metavar="X", min=0.0, help="Fail where a component's relative error is larger.")] = None,
     report: Annotated[Path | None, typer.Option("--report", metavar="FILE.html", help="The errors as a page of its own.")] = None,
     output_format: Annotated[str, typer.Option("--format", metavar="safetensors|gguf", help="gguf: the text model for llama.cpp.")] = "safetensors",
-    trunk: Annotated[str, typer.Option("--trunk", metavar="TYPE", help="With --format gguf: bf16, f16, f32 or q8_0 for what is not an expert.")] = "bf16",
+    trunk: Annotated[str, typer.Option("--trunk", metavar="TYPE", help="With --format gguf: bf16, f16, f32 or q8_0 for what is not an expert (--experts: keep, bf16, f16, f32, q8_0).")] = "bf16",
     vocabulary: Annotated[str, typer.Option("--vocabulary", metavar="auto|none|ids", help="With --format gguf: tokens of the source, none, or their numbers.")] = "auto",
     device: Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda", help="Where the arithmetic runs.")] = "auto",
     gpus: Annotated[int | None, typer.Option("--gpus", metavar="N", min=1, help="Reshard in the same pass: ranks in all, TP x EP x PP.")] = None,
