@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,10 @@ if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
     os.environ["TRITON_INTERPRET"] = "1"
 for _name in ("HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE", "K3TOOL_DEBUG"):
     os.environ.pop(_name, None)
+
+# A shell that starts the tests in the background makes them, and every process they start, deaf to interrupts.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 HERE = Path(__file__).parent
 SHARED = HERE.parent.parent / "shared"
