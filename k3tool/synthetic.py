@@ -10,6 +10,7 @@ import base64
 import itertools
 import json
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,9 @@ def random_tensor(entry: Entry, config: K3Config, rng: np.random.Generator) -> m
         return (rng.integers(0, (high - low) // step, entry.shape, dtype=np.uint8) * step + low).data.cast("B")
     if part == "weight_global_scale":
         return np.full(entry.shape, 256.0, np.float32).data.cast("B")
+    if entry.dtype == "BF16" and len(entry.shape) > 1 and "_res_proj." not in entry.name:
+        # Most of the bytes: drawn from a table of normal numbers, five times faster than drawing the numbers.
+        return _normal_table()[rng.integers(0, 1 << 16, entry.shape, dtype=np.uint16)].data.cast("B")
     values = _values(entry, part, config, rng)
     return (values if entry.dtype == "F32" else bfloat16_bits(values)).data.cast("B")
 
@@ -268,7 +272,14 @@ def _values(entry: Entry, part: str, config: K3Config, rng: np.random.Generator)
         return noise
     if len(entry.shape) == 1 and part == "weight":  # every one-dimensional weight is a norm
         return 1.0 + 0.1 * noise
-    return noise * np.float32(0.2 if "_res_proj." in entry.name else WEIGHT_STD)
+    return noise * np.float32(0.2)  # an AttnRes query
+
+
+@cache
+def _normal_table() -> np.ndarray:
+    """65,536 normal numbers of standard deviation WEIGHT_STD as bfloat16 bits."""
+    values = np.random.default_rng(0).standard_normal(1 << 16, dtype=np.float32)
+    return bfloat16_bits(values * np.float32(WEIGHT_STD))
 
 
 def bfloat16_bits(values: np.ndarray) -> np.ndarray:
