@@ -44,6 +44,7 @@ class Inspection:
     conformance: Conformance
     headers: str
     missing_files: list[str] = field(default_factory=list)
+    rank: str = ""  # "rank 1 of 4" for the folder of one rank
     listed: list[dict[str, Any]] | None = None
 
     @property
@@ -93,6 +94,7 @@ def _inspect(
 ) -> Inspection:
     config = checkpoint.config
     index = checkpoint.index
+    part = config.raw.get("k3tool")
     present = [shard for shard in checkpoint.shards if shard in checkpoint.files]
     absent = [shard for shard in checkpoint.shards if shard not in checkpoint.files]
     load_headers(checkpoint, present, workers=workers, progress=progress)
@@ -110,7 +112,8 @@ def _inspect(
         total_size=sum(component.bytes for component in components.values()),
         shards=_shards(checkpoint),
         components=components,
-        conformance=conform(config, expected, found),
+        conformance=Conformance() if isinstance(part, dict) else conform(config, expected, found),
+        rank=f"rank {part.get('rank')} of {part.get('ranks')}" if isinstance(part, dict) else "",
         headers="read" if not absent else "absent" if not present else "partial",
         missing_files=absent,
         listed=_listed(checkpoint, found, expected, pattern, layer)

@@ -25,7 +25,9 @@ from k3tool.errors import CheckpointCorrupt, CheckpointMissing, K3Error
 from k3tool.events import SILENT, Progress
 from k3tool.garbage import collector_paused
 from k3tool.proofs import ProofBook, choose_sample, hash_files
+from k3tool.transform.reshard import LAYOUT_NAME
 from k3tool.units import format_bytes
+from k3tool.verify_ranks import check_rank_folders, joined_problem, rank_folders
 
 Depth = Literal["names", "headers", "bytes"]
 DEPTHS: tuple[Depth, ...] = ("names", "headers", "bytes")
@@ -116,18 +118,19 @@ def verify(
     """Check a local checkpoint and report every problem; raises only where there is no checkpoint to check.
 
     At depth bytes, files proven by an earlier check and unchanged since are not read again (`options.full` reads all).
-    A folder of another kind that k3tool wrote (GGUF) is compared with its manifest: files and sizes, then digests.
+    A folder of ranks is checked rank by rank and as a whole. One of another kind that k3tool wrote (GGUF) is compared with its manifest: files and sizes, then digests.
     Raises CheckpointMissing (no folder, no configuration, no index), CheckpointCorrupt (those two unreadable).
     """
     begun = time.monotonic()
     checkpoint = Checkpoint(LocalSource(folder))
     manifest = None if CONFIG_NAME in checkpoint.files else load_manifest(Path(folder))
     with collector_paused():
-        report = (
-            _Verification(checkpoint, depth, progress).run()
-            if manifest is None
-            else _by_manifest(checkpoint, manifest, depth)
-        )
+        if manifest is not None:
+            report = _by_manifest(checkpoint, manifest, depth)
+        elif INDEX_NAME not in checkpoint.files and (folders := rank_folders(checkpoint)):
+            report = _by_ranks(checkpoint, folders, depth, progress)
+        else:
+            report = _Verification(checkpoint, depth, progress).run()
     if depth == "bytes":
         _check_bytes(checkpoint, report, options or BytesOptions(), progress)
     report.files.sort(key=lambda file: file.name)
@@ -146,6 +149,31 @@ def _by_manifest(checkpoint: Checkpoint, manifest: Manifest, depth: Depth) -> Ve
             _fail(report, file, f"{name} is missing: the manifest names it", "missing")
         elif depth != "names" and size != record.size:
             _fail(report, file, f"{name} has {size} bytes, {record.size} were written", "corrupt")
+    return report
+
+
+def _by_ranks(checkpoint: Checkpoint, folders: list[str], depth: Depth, progress: Progress) -> VerifyReport:
+    """Every rank's names and headers; then whether the ranks join to what the configuration implies."""
+    written = load_manifest(Path(checkpoint.source.label))
+    remedy = f"write it again: k3tool {written.command}" if written else "write the ranks again: k3tool reshard"
+    report = VerifyReport(checkpoint.source.label, depth, remedy=remedy)
+
+    def check_one(part: Checkpoint, folder: str) -> None:
+        found = _Verification(part, depth, progress).run()
+        report.bytes_read += found.bytes_read
+        report.problems.extend(f"{folder}: {text}" for text in found.problems)
+        for file in found.files:
+            file.name = f"{folder}/{file.name}"
+            file.problem = f"{folder}: {file.problem}" if file.problem else ""
+            report.files.append(file)
+
+    def problem(text: str, name: str, missing: bool) -> None:
+        report.files.append(FileReport(name))
+        _fail(report, report.files[-1], text, "missing" if missing else "corrupt")
+
+    check_rank_folders(checkpoint, folders, check_one, problem)
+    if depth != "names" and report.ok and (text := joined_problem(checkpoint)):
+        problem(text, LAYOUT_NAME, False)
     return report
 
 
@@ -179,7 +207,8 @@ class _Verification:
         if self.depth != "names":
             self.read_headers(found)
             whole = whole and None not in found.values()
-        self.compare(conform(config, catalog(config), found))
+        if not isinstance(config.raw.get("k3tool"), dict):  # a rank's folder holds a part of what is implied
+            self.compare(conform(config, catalog(config), found))
         size = sum(spec.nbytes for spec in found.values() if spec is not None)
         if self.depth != "names" and whole and index.total_size not in (None, size):
             self.problem(f"{INDEX_NAME}: total_size says {index.total_size}, the tensors have {size} bytes", INDEX_NAME)

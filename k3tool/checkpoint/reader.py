@@ -64,7 +64,9 @@ class Checkpoint:
             return Index({spec.name: SINGLE_NAME for spec in tensors}, sum(spec.nbytes for spec in tensors))
         raise CheckpointMissing(
             f"{self.source.label} holds neither {INDEX_NAME} nor {SINGLE_NAME}",
-            hint="fetch the checkpoint first: k3tool fetch REPO --local-dir DIR",
+            hint="name one of its rank folders, or join them: k3tool reshard DIR DEST --gpus 1 --layout hf"
+            if "k3tool.json" in self.files
+            else "fetch the checkpoint first: k3tool fetch REPO --local-dir DIR",
         )
 
     @property

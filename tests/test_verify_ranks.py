@@ -1,0 +1,72 @@
+"""`k3tool verify` on what `reshard --layout ranks` wrote: each rank, and all of them as one checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from k3tool.cli import app
+from k3tool.synthetic import tiny_config, write_checkpoint
+from tests.helpers import k3tool
+
+RANK = "rank-00002-of-00004"
+SHARD = "model-00001-of-000001.safetensors"
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("ranks")
+    config = tiny_config(num_layers=4, moe_intermediate_size=64, mla_heads=4, kda_heads=4, num_experts=4)
+    write_checkpoint(root / "whole", config)
+    assert (
+        app.run(["reshard", str(root / "whole"), str(root / "ranks"), "--gpus", "4", "--tp", "2", "--pp", "2", "-q"])
+        == 0
+    )
+    return root / "ranks"
+
+
+@pytest.fixture
+def ranks(written: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(written, tmp_path / "ranks"))
+
+
+@pytest.mark.parametrize("depth", ["names", "headers", "bytes"])
+def test_sound(written: Path, capsys, depth):
+    ran = k3tool(capsys, "verify", written, "--depth", depth, "--json")
+    assert ran.code == 0 and ran.json["problems"] == [] and {file["status"] for file in ran.json["files"]} == {"ok"}
+    assert f"{RANK}/{SHARD}" in {file["name"] for file in ran.json["files"]}
+    assert k3tool(capsys, "verify", written / RANK, "--depth", depth).code == 0
+
+
+def _swap(folder: Path) -> None:
+    other = folder / "rank-00003-of-00004"
+    (folder / RANK).rename(folder / "t")
+    other.rename(folder / RANK)
+    (folder / "t").rename(other)
+
+
+DAMAGE = {
+    "shard missing": (lambda d: (d / RANK / SHARD).unlink(), 10, "headers", f"{RANK}: {SHARD} is missing"),
+    "rank missing": (lambda d: shutil.rmtree(d / RANK), 10, "names", f"{RANK} does not exist"),
+    "shard truncated": (
+        lambda d: (d / RANK / SHARD).write_bytes((d / RANK / SHARD).read_bytes()[:-9]), 11, "headers", "is truncated"),
+    "ranks exchanged": (_swap, 11, "headers", "config.json says"),
+    "byte flipped": (
+        lambda d: (d / RANK / SHARD).write_bytes((d / RANK / SHARD).read_bytes()[:-1] + b"\xff"), 11, "bytes", "sha256 differs"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage(ranks: Path, capsys, kind):
+    damage, code, depth, message = DAMAGE[kind]
+    damage(ranks)
+    ran = k3tool(capsys, "verify", ranks, "--depth", depth)
+    assert ran.code == code and message in ran.err and "hint: write it again: k3tool reshard" in ran.err
+
+
+def test_inspect_names_the_rank(written: Path, capsys):
+    assert "rank 2 of 4: a part of the model" in k3tool(capsys, "inspect", written / RANK).out
+    ran = k3tool(capsys, "inspect", written)
+    assert ran.code == 10 and "name one of its rank folders" in ran.err
