@@ -215,16 +215,20 @@ class Fp4:
                     number = 4 * (offset & 1) + 2 * half + (offset >> 1)
                     e.store(values, out + 4 * (number * self.target.float_lanes + 4 * quad))
 
-    def in_order(self, e: Emitter, found: list[tuple[Value, Value | None]]) -> list[Value]:
-        """The scaled numbers of a block, four consecutive columns at a time: the way back from `place`."""
+    def in_order(self, e: Emitter, found: list[tuple[Value, Value | None]]) -> list[list[Value]]:
+        """The scaled numbers of a block in order, sixteen columns at a time: the way back from `place`."""
         vectors = [value * scale for value, scale in found if scale is not None]
-        runs: list[Value] = []
+        stretches: list[list[Value]] = []
         for quad in range(self._quads):
             four = range(4 * quad, 4 * quad + 4)
             for half in (0, 1):
                 numbers = [4 * (offset & 1) + 2 * half + (offset >> 1) for offset in range(4)]
-                runs += transpose(e, [e.shuffle(vectors[n], vectors[n], four) for n in numbers])
-        return runs
+                runs = transpose(e, [e.shuffle(vectors[n], vectors[n], four) for n in numbers])
+                while len(runs) > 1 and runs[0].type.count < self.target.float_lanes:
+                    joined = range(2 * runs[0].type.count)
+                    runs = [e.shuffle(runs[i], runs[i + 1], joined) for i in range(0, len(runs), 2)]
+                stretches.append(runs)
+        return stretches
 
     def copy_tail(self, e: Emitter, at: RowAddress, columns: Value) -> RowAddress:
         weights = _copy_completed(e, at.weights, self.weight_bytes(columns), I64, self.block // 2)

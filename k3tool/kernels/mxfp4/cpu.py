@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from contextlib import nullcontext
 from functools import cache
 
 import torch
@@ -11,11 +12,13 @@ from llvmlite import ir
 from torch import Tensor
 
 from k3tool.kernels.cpu import pool, product, target
-from k3tool.kernels.cpu.emit import I64, Emitter
+from k3tool.kernels.cpu.emit import I64, Emitter, Value
 from k3tool.kernels.cpu.formats import Fp4, RowAddress
+from k3tool.kernels.cpu.numeric import to_bfloat16
 from k3tool.kernels.mxfp4 import reference
 
 _FIELDS = ("packed", "scales", "table", "out", "rows", "columns", "bfloat16")
+SIZES = {"float32": 4, "bfloat16": 2}
 VALUES_AT_ONCE = 1 << 16  # of a chunk
 
 
@@ -27,18 +30,27 @@ def _emit_decode(module: ir.Module, format_: Fp4) -> None:
     row_bytes = format_.weight_bytes(a["columns"]), format_.scale_bytes(a["columns"])
     whole = a["columns"] // format_.block * format_.block
     all_rows = RowAddress(a["packed"], a["scales"], a["table"])
-    with e.loop(a["rows"] * chunk // chunks, a["rows"] * (chunk + 1) // chunks) as row:
-        at = all_rows.shifted(row * row_bytes[0], row * row_bytes[1])
-        tail = product.complete_tail(e, format_, at, whole, a["columns"])
-        with e.loop(0, a["columns"], format_.block) as first:
-            here = at.shifted(format_.weight_bytes(first), format_.scale_bytes(first))
-            runs = format_.in_order(e, format_.vectors(e, here.where(e, first < whole, tail)))
-            for number, values in enumerate(runs):
-                column = first + 4 * number
-                with e.when(column < a["columns"]):
-                    position = row * a["columns"] + column
-                    product.store_activations(e, values, a["out"], position, a["bfloat16"] > 0)
+    is_bfloat16 = a["bfloat16"] > 0
+    for dtype, case in (("float32", e.otherwise(is_bfloat16)), ("bfloat16", e.when(is_bfloat16))):
+        with case, e.loop(a["rows"] * chunk // chunks, a["rows"] * (chunk + 1) // chunks) as row:
+            at = all_rows.shifted(row * row_bytes[0], row * row_bytes[1])
+            out = a["out"] + row * a["columns"] * SIZES[dtype]
+            with e.loop(0, whole, format_.block) as first:
+                here = at.shifted(format_.weight_bytes(first), format_.scale_bytes(first))
+                _decode_block(e, format_, here, dtype, out + first * SIZES[dtype], None)
+            with e.when(whole < a["columns"]):
+                tail = product.complete_tail(e, format_, at, whole, a["columns"])
+                _decode_block(e, format_, tail, dtype, out + whole * SIZES[dtype], a["columns"] - whole)
     e.finish()
+
+
+def _decode_block(e: Emitter, format_: Fp4, at: RowAddress, dtype: str, out: Value, columns: Value | None) -> None:
+    """One block of a row, or the first `columns` of it, to `out`."""
+    for number, values in enumerate(format_.in_order(e, format_.vectors(e, at))):
+        with nullcontext() if columns is None else e.when(columns > 16 * number):
+            for part, value in enumerate(values):
+                column = 16 * number + part * value.type.count
+                e.store(to_bfloat16(e, value) if dtype == "bfloat16" else value, out + column * SIZES[dtype])
 
 
 class _Compiled:
