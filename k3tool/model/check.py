@@ -11,7 +11,7 @@ import importlib
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from k3tool.kernels import dispatch
-from k3tool.model import attention, decoder, moe
+from k3tool.model import attention, decoder, divided, moe
 from k3tool.model.decoder import Model
 
 CHECKED_TOKENS = 512
@@ -31,7 +31,7 @@ BOUNDS = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (2.0**-6, 2.0**-8)}
 order of their sums only; in bfloat16 they may round neighbouring values, and intermediate ones, to the other side."""
 
 _IN_PLACE = ("state", "history")
-_CALLERS = (attention, decoder, moe)
+_CALLERS = (attention, decoder, divided, moe)
 
 
 @dataclass(frozen=True)
@@ -48,17 +48,29 @@ class KernelCheck:
         return asdict(self)
 
 
+def worst_of(reports: Iterable[Sequence[KernelCheck]]) -> list[KernelCheck]:
+    """The checks of several ranks as those of one model: of each kernel and layer, the worst that any of them found."""
+    found: dict[tuple[int | None, str], KernelCheck] = {}
+    for check in (check for report in reports for check in report):
+        key = check.layer, check.kernel
+        other = found.get(key, check)
+        found[key] = KernelCheck(
+            *key, max(check.max_error, other.max_error), max(check.rms_error, other.rms_error), check.ok and other.ok
+        )
+    return sorted(found.values(), key=lambda check: math.inf if check.layer is None else check.layer)
+
+
 def check_kernels(model: Model, ids: Sequence[int]) -> list[KernelCheck]:
     """Run up to 512 tokens of a prompt and one decode step on a fresh cache. Empty where no kernel has a twin here.
 
     Runs on the backend that is active. Not for several threads at once: the model's calls are redirected meanwhile.
     """
-    checker = _Checker(model.config.num_layers)
+    checker = _Checker(model.share.layers)
     with checker.redirected():
         cache = model.new_cache()
         tokens = torch.tensor(list(ids[:CHECKED_TOKENS]), dtype=torch.int64, device=model.device)
         for _ in range(2):
-            checker.layer = 0
+            checker.layer = checker.first
             hidden = model.forward(tokens, cache, checker.observe)
             checker.layer = None
             tokens = model.logits(hidden[-1:]).argmax(-1)
@@ -70,10 +82,11 @@ def check_kernels(model: Model, ids: Sequence[int]) -> list[KernelCheck]:
 class _Checker:
     """layer: the one that runs now; None outside the layers."""
 
-    def __init__(self, num_layers: int) -> None:
-        self.layer: int | None = 0
+    def __init__(self, layers: range) -> None:
+        self.first = layers.start
+        self.layer: int | None = self.first
         self.found: dict[tuple[int | None, str], tuple[float, float, bool]] = {}
-        self._last = num_layers - 1
+        self._last = layers.stop - 1
 
     def observe(self, what: str, layer: int, value: Tensor) -> None:
         if what == "hidden":
@@ -98,6 +111,8 @@ class _Checker:
 
     def _checked(self, function: Callable[..., Any]) -> Callable[..., Any]:
         kernel, name = function.__module__.split(".")[2], function.__name__
+        if kernel not in dispatch.KERNELS:
+            return function
         reference = getattr(importlib.import_module(f"k3tool.kernels.{kernel}.reference"), name, None)
         if reference is None or reference is function:
             return function

@@ -234,8 +234,7 @@ def experts_options(held: Stored, visits: int, dtype: torch.dtype) -> dict:
     depth = held.block_columns  # columns that one step may take at most, 0: any
     wide = {"BLOCK_K": min(depth or 128, 128)}
     if IS_INTERPRETED:
-        rows = 16 if visits <= DIRECT_VISITS else min(64, power_of_two(visits // held.num_experts))
-        return {"BLOCK_M": rows, "BLOCK_N": 128, "BLOCK_K": depth or 128}
+        return {"BLOCK_M": 16 if visits <= DIRECT_VISITS else 64, "BLOCK_N": 128, "BLOCK_K": depth or 128}
     if visits <= DIRECT_VISITS:
         return {**wide, "BLOCK_M": DIRECT_ROWS, "BLOCK_N": 32, "num_warps": 4, "num_stages": 3}
     per_expert = visits / held.num_experts
