@@ -25,6 +25,7 @@ class K3Error(Exception):
     """A failure with one line of cause (`message`) and one line that mends it (`hint`).
 
     `details` holds the named values behind the message (shard, expected, found, ...) for `--json`.
+    `told`: another process of the same run, or this one, has shown it already.
     """
 
     exit_code = EXIT_BUG
@@ -35,6 +36,7 @@ class K3Error(Exception):
         self.hint = hint
         self.details = details
         self.document: dict[str, object] = {}
+        self.told = False
 
     def with_document(self, document: dict[str, object]) -> K3Error:
         """Attach what the command found out so far: further keys of its JSON document. Returns the error itself."""

@@ -5,34 +5,38 @@
         ...
     session.finish_reason, session.decode_timing.tokens_per_second, session.memory().mla_cache_bytes
 
-One sequence at a time. Text is the business of `k3tool.tokenizer` and `k3tool.chat`.
+One sequence at a time. Text is the business of `k3tool.tokenizer` and `k3tool.chat`. Several processes run a folder of
+ranks together, each of them this same code (see `k3tool.parallel.link`):
+
+    with joined(world_of(os.environ)) as link:
+        session = Session.open("path/to/ranks", link=link)
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from k3tool.checkpoint.reader import Checkpoint
 from k3tool.checkpoint.writer import ShardWriter
 from k3tool.config import K3Config
-from k3tool.errors import CheckFailed, UsageError
+from k3tool.errors import UsageError
 from k3tool.events import SILENT, Progress
-from k3tool.kernels.dispatch import Backend, choose_backend, choose_device
-from k3tool.kernels.warm import start_warming
+from k3tool.kernels.dispatch import Backend
 from k3tool.memory import peak_bytes
 from k3tool.model.cache import Cache
-from k3tool.model.check import KernelCheck, check_kernels
+from k3tool.model.check import KernelCheck, check_kernels, worst_of
 from k3tool.model.decoder import Model
-from k3tool.model.load import load_model
 from k3tool.model.moe import Observer
+from k3tool.model.open import open_model
+from k3tool.parallel.link import ALONE, Link
+from k3tool.sampling import check_ids, check_sampling, sample
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 PREFILL_NUMBERS = 1 << 25  # largest activation of a prefill block; longer prompts go block by block
@@ -119,61 +123,20 @@ def decode_one_token(model: Model, token: int, cache: Cache, observe: Observer |
     return model.logits(model.forward(ids, cache, observe))[0]
 
 
-def sample(
-    logits: Tensor, temperature: float = 0.0, top_p: float = 1.0, generator: torch.Generator | None = None
-) -> int:
-    """A token id from float32 logits [vocab]: the largest at temperature 0, else drawn from the nucleus of `top_p`.
-
-    The nucleus is the smallest set of likeliest tokens whose probabilities reach `top_p`. Raises CheckFailed where
-    the logits are not numbers.
-    """
-    best = logits.max(-1)
-    if not math.isfinite(best.values.item()):
-        raise CheckFailed(
-            f"the largest logit is {best.values.item()}: the model's numbers overflowed",
-            hint="check the weights: k3tool verify --depth bytes; then try --dtype float32 or --backend reference",
-        )
-    if temperature <= 0.0:
-        return int(best.indices)
-    probabilities = torch.softmax(logits.to("cpu", torch.float32) / temperature, -1)
-    if top_p < 1.0:
-        ordered, ids = probabilities.sort(descending=True)
-        before = ordered.cumsum(-1) - ordered
-        kept = ordered.masked_fill(before >= top_p, 0.0)
-        return int(ids[torch.multinomial(kept, 1, generator=generator)])
-    return int(torch.multinomial(probabilities, 1, generator=generator))
-
-
-def check_ids(config: K3Config, ids: Sequence[int]) -> None:
-    """Raises UsageError for an empty prompt or an id outside the vocabulary."""
-    if len(ids) == 0:
-        raise UsageError("the prompt holds no token", hint="give at least one token id or some text")
-    for id_ in ids:
-        if not 0 <= id_ < config.vocab_size:
-            raise UsageError(
-                f"token id {id_} is outside the vocabulary of {config.vocab_size}",
-                hint=f"ids run from 0 to {config.vocab_size - 1}",
-            )
-
-
-def check_sampling(max_new_tokens: int, temperature: float, top_p: float) -> None:
-    """Raises UsageError for sampling options out of their ranges."""
-    if max_new_tokens < 0 or not temperature >= 0 or not 0 < top_p <= 1:
-        raise UsageError(
-            f"bad sampling options: max_new_tokens {max_new_tokens}, temperature {temperature}, top_p {top_p}",
-            hint="max_new_tokens and temperature are at least 0, top_p lies in (0, 1]",
-        )
-
-
 @dataclass
 class Session:
-    """A loaded checkpoint and one running sequence. `backend.name` and `backend.reason` say which kernels run."""
+    """A loaded checkpoint and one running sequence. `backend.name` and `backend.reason` say which kernels run.
+
+    On one rank of several, `model` and `cache` are what this rank has of them, and all ranks call every method with the
+    same arguments: each gets the same logits and the same tokens, and rank 0 samples.
+    """
 
     label: str
     model: Model
     backend: Backend
     cache: Cache
     progress: Progress = SILENT
+    link: Link = ALONE
     finish_reason: str | None = None  # "stop" (an end token) or "length", once `generate` has ended
     prefill_timing: Timing = field(default_factory=Timing)
     decode_timing: Timing = field(default_factory=Timing)
@@ -189,31 +152,29 @@ class Session:
         backend: str = "auto",
         memory_bytes: int | None = None,
         progress: Progress = SILENT,
+        link: Link = ALONE,
     ) -> Session:
         """Load a checkpoint folder. device: auto, cpu, cuda, cuda:N. layers: only the first N.
 
-        memory_bytes: a limit; the experts beyond it stream from disk (see `load_model`).
+        memory_bytes: a limit; the experts beyond it stream from disk (see `load_model`). link: the processes that run
+        a folder of ranks, each loading its own; with auto or cuda, on the GPU of its local rank.
 
         Raises UsageError, UnsupportedError (no such device or backend here), CheckpointMissing, CheckpointCorrupt,
         CapacityError (before anything is read).
         """
         if dtype not in DTYPES:
             raise UsageError(f"unknown dtype {dtype!r}", hint=f"dtypes: {', '.join(DTYPES)}")
-        place = choose_device(device)
-        chosen = choose_backend(backend, place)
-        checkpoint = Checkpoint.open(path)
-        warming = start_warming(checkpoint.config, DTYPES[dtype]) if place.type == "cpu" else None
-        model = load_model(
-            checkpoint,
-            device=place,
+        model, chosen = open_model(
+            path,
+            device=device,
             dtype=DTYPES[dtype],
             layers=layers,
+            backend=backend,
             memory_bytes=memory_bytes,
             progress=progress,
+            link=link,
         )
-        if warming is not None:
-            warming.join()
-        return cls(checkpoint.source.label, model, chosen, model.new_cache(), progress)
+        return cls(str(path), model, chosen, model.new_cache(), progress, link)
 
     @property
     def config(self) -> K3Config:
@@ -229,8 +190,8 @@ class Session:
 
     @property
     def num_layers(self) -> int:
-        """Layers that are loaded and run."""
-        return len(self.model.layers)
+        """Layers that run, on all ranks."""
+        return self.model.share.num_layers
 
     def reset(self) -> None:
         """Forget the sequence; the weights stay."""
@@ -308,7 +269,7 @@ class Session:
             on_logits(logits)
             logits = logits[-1]
         for index in range(count):
-            token = sample(logits, temperature, top_p, generator)
+            token = self.link.from_first(partial(sample, logits, temperature, top_p, generator))
             if stop_at_end and token in self.config.eos_token_ids:
                 self.finish_reason = "stop"
             elif index == count - 1:
@@ -322,10 +283,11 @@ class Session:
         self.finish_reason = "length"
 
     def check(self, ids: Sequence[int]) -> list[KernelCheck]:
-        """Compare every kernel that runs here with its reference, on a prompt of its own; see `check_kernels`."""
+        """Compare every kernel that runs with its reference, on a prompt of its own; see `check_kernels`."""
         check_ids(self.config, ids)
         with self.backend.use():
-            return check_kernels(self.model, ids)
+            own = [check.as_json() for check in check_kernels(self.model, ids)]
+        return worst_of([KernelCheck(**check) for check in report] for report in self.link.gather(own))
 
     def memory(self) -> MemoryReport:
         peak_device = torch.cuda.max_memory_allocated(self.model.device) if self.model.device.type == "cuda" else 0
@@ -346,7 +308,10 @@ class Session:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What `k3tool run` reports. logits [prompt, vocab] and decode_logits [new - 1, vocab]: only where kept."""
+    """What `k3tool run` reports. logits [prompt, vocab] and decode_logits [new - 1, vocab]: only where kept.
+
+    layout: TP, EP and PP. memory: of this rank; ranks: device and memory of each.
+    """
 
     input_ids: list[int]
     token_ids: list[int]
@@ -359,17 +324,30 @@ class RunResult:
     prefill: Timing
     decode: Timing
     memory: MemoryReport
+    layout: dict[str, int]
+    ranks: list[dict[str, Any]]
     logits: Tensor | None = None
     decode_logits: Tensor | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Everything but the logits."""
-        plain = ("input_ids", "token_ids", "finish_reason", "backend", "backend_reason", "device", "dtype", "layers")
+        plain = (
+            "input_ids",
+            "token_ids",
+            "finish_reason",
+            "backend",
+            "backend_reason",
+            "device",
+            "dtype",
+            "layers",
+            "layout",
+        )
         return {
             **{name: getattr(self, name) for name in plain},
             "prefill": self.prefill.as_json(),
             "decode": self.decode.as_json(),
             "memory": asdict(self.memory),
+            "ranks": self.ranks,
         }
 
 
@@ -385,7 +363,9 @@ def run_session(
     keep_logits: bool = False,
     on_token: Callable[[int], None] | None = None,
 ) -> RunResult:
-    """Generate from a prompt and gather everything that a run reports. `on_token` is called as each token appears."""
+    """Generate from a prompt and gather everything that a run reports. `on_token` is called as each token appears.
+
+    Logits are kept on rank 0."""
     kept: list[Tensor] = []
     tokens: list[int] = []
     steps = session.generate(
@@ -395,12 +375,15 @@ def run_session(
         top_p=top_p,
         seed=seed,
         stop_at_end=stop_at_end,
-        on_logits=(lambda logits: kept.append(logits.cpu())) if keep_logits else None,
+        on_logits=(lambda logits: kept.append(logits.cpu()) if session.link.is_first else None)
+        if keep_logits
+        else None,
     )
     for token in steps:
         tokens.append(token)
         if on_token is not None:
             on_token(token)
+    memory = session.memory()
     return RunResult(
         input_ids=list(ids),
         token_ids=tokens,
@@ -412,7 +395,9 @@ def run_session(
         layers=session.num_layers,
         prefill=session.prefill_timing,
         decode=session.decode_timing,
-        memory=session.memory(),
+        memory=memory,
+        layout=session.model.share.layout.as_json(),
+        ranks=session.link.gather({"device": session.device, **asdict(memory)}),
         logits=kept[0] if kept else None,
         decode_logits=(torch.stack(kept[1:]) if kept[1:] else kept[0].new_empty(0, kept[0].shape[1])) if kept else None,
     )

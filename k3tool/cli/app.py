@@ -98,7 +98,9 @@ def run(arguments: list[str]) -> int:
         return EXIT_BROKEN_PIPE
     except Exception as error:
         traceback.print_exc()
-        return _fail(arguments, _Bug(f"{type(error).__name__}: {error}"))
+        bug = _Bug(f"{type(error).__name__}: {error}")
+        bug.told = getattr(error, "told", False)
+        return _fail(arguments, bug)
 
 
 class _Bug(K3Error):
@@ -121,6 +123,13 @@ def _command_of(arguments: list[str]) -> str:
 def _fail(arguments: list[str], error: K3Error) -> int:
     if os.environ.get("K3TOOL_DEBUG") == "1" and error.__traceback__ is not None:
         traceback.print_exception(error)
+    if error.told:
+        return error.exit_code
+    command = _command_of(arguments)
+    if command == "run":
+        from k3tool.parallel.world import give_way
+
+        give_way(os.environ)
     with contextlib.suppress(BrokenPipeError):
-        print_failure(_command_of(arguments), error, as_json="--json" in arguments)
+        print_failure(command, error, as_json="--json" in arguments)
     return error.exit_code

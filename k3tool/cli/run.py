@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -10,14 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from k3tool.cli.options import JsonOption, QuietOption
-from k3tool.cli.output import Output
-from k3tool.errors import CheckFailed, Interrupted, UsageError
+from k3tool.cli.output import Output, print_failure
+from k3tool.errors import CheckFailed, Interrupted, K3Error, UsageError
 from k3tool.units import format_bytes, parse_size
 
 if TYPE_CHECKING:
+    from k3tool.config import K3Config
     from k3tool.generate import RunResult, Timing
     from k3tool.model.check import KernelCheck
     from k3tool.tokenizer import StreamDecoder, Tokenizer
+
+STARTS_OVER = "run the same command again: it starts over"
 
 
 def command(
@@ -59,10 +63,13 @@ def command(
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Generate from a prompt. Text streams to stdout as it appears; timing and memory follow on stderr."""
-    from k3tool.checkpoint.reader import Checkpoint
-    from k3tool.checkpoint.source import LocalSource
-    from k3tool.tokenizer import find_tokenizer
+    """Generate from a prompt. Text streams to stdout as it appears; timing and memory follow on stderr.
+
+    A folder of ranks runs under torchrun, one process for each: `torchrun --nproc-per-node N -m k3tool run RANKS_DIR ...`.
+    Rank 0 reads the prompt, writes the logits, and speaks for all.
+    """
+    from k3tool.parallel.link import joined
+    from k3tool.parallel.world import rank_folder_of, world_of
 
     given = [name for name, value in (("--prompt", prompt), ("--prompt-file", prompt_file), ("--input-ids", input_ids)) if value is not None]  # fmt: skip
     if len(given) != 1:
@@ -72,51 +79,58 @@ def command(
         )
     if input_ids is not None and chat:
         raise UsageError("--chat renders text, and --input-ids gives ids", hint="leave out one of them")
-    if logits_out is not None and (logits_out.is_dir() or not logits_out.absolute().parent.is_dir()):
-        raise UsageError(f"cannot write {logits_out}", hint="name a file in a folder that exists")
     budget = parse_size(memory) if memory is not None else None
-    with Output("run", json=json, quiet=quiet) as output:
-        checkpoint = Checkpoint(LocalSource(folder))  # never a repository: weights are read again and again
-        config = checkpoint.config
-        if input_ids is not None:
-            ids = parse_ids(input_ids)
-            tokenizer = find_tokenizer(checkpoint.source, config.vocab_size)
-        else:
-            text, name = (prompt, "--prompt") if prompt is not None else _read(str(prompt_file))
-            tokenizer, ids = _encode(checkpoint.source, config.vocab_size, str(text), name, chat, thinking)
-        from k3tool.generate import Session, check_ids, check_sampling, run_session, write_logits
+    world = world_of(os.environ)
+    printer = Printer()
 
-        check_ids(config, ids)
-        check_sampling(max_new_tokens, temperature, top_p)
-        if top_p != 1.0 and temperature == 0.0:
-            output.progress.warn("--top-p has no effect without --temperature")
-        session = Session.open(
-            folder, device=device, dtype=dtype, layers=layers, backend=backend, memory_bytes=budget, progress=output.progress
-        )  # fmt: skip
+    def tell(error: K3Error) -> None:
         output.close()
-        checks = session.check(ids) if check else []
-        printer = Printer(tokenizer, config.eos_token_ids, live=not json and not quiet)
-        try:
-            result = run_session(
-                session, ids, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed,
-                keep_logits=logits_out is not None, on_token=printer.token,
-            )  # fmt: skip
-        except KeyboardInterrupt:
-            printer.finish()
-            raise Interrupted("run the same command again: it starts over").with_document(
-                {"input_ids": ids, "token_ids": printer.ids, "text": printer.text}
-            ) from None
         printer.finish()
-        if logits_out is not None:
-            write_logits(logits_out, result)
-        document = {**result.as_json(), "text": printer.text, "checks": [item.as_json() for item in checks]}
-        failed = [item for item in checks if not item.ok]
-        if failed:
-            raise _check_failed(failed, len(checks)).with_document(document)
-        output.result(document, essential=printer.shown)
-        _report(output, result)
-        if check:
-            output.note(_check_note(checks))
+        if isinstance(error, Interrupted) and not error.document:
+            error.with_document(printer.so_far)
+        print_failure("run", error, as_json=json)
+
+    with Output("run", json=json, quiet=quiet or world.rank > 0) as output:
+        rank_folder_of(folder, world)  # a wrong number of processes is known before anything slow is imported
+        with joined(world, tell=tell) as link:
+            if link.is_first:
+                if logits_out is not None and (logits_out.is_dir() or not logits_out.absolute().parent.is_dir()):
+                    raise UsageError(f"cannot write {logits_out}", hint="name a file in a folder that exists")
+                config, tokenizer, ids = _prompt(folder, prompt, prompt_file, input_ids, chat, thinking)
+                printer.start(ids, tokenizer, config.eos_token_ids, live=not json and not quiet)
+            ids = link.from_first(lambda: printer.input_ids)
+            from k3tool.generate import Session, run_session, write_logits
+            from k3tool.sampling import check_sampling
+
+            check_sampling(max_new_tokens, temperature, top_p)
+            if top_p != 1.0 and temperature == 0.0 and link.is_first:
+                output.progress.warn("--top-p has no effect without --temperature")
+            session = Session.open(
+                folder, device=device, dtype=dtype, layers=layers, backend=backend, memory_bytes=budget,
+                progress=output.progress, link=link,
+            )  # fmt: skip
+            output.close()
+            checks = session.check(ids) if check else []
+            try:
+                result = run_session(
+                    session, ids, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed,
+                    keep_logits=logits_out is not None, on_token=printer.token,
+                )  # fmt: skip
+            except KeyboardInterrupt:
+                printer.finish()
+                raise Interrupted(STARTS_OVER).with_document(printer.so_far) from None
+            printer.finish()
+            if logits_out is not None and link.is_first:
+                write_logits(logits_out, result)
+            document = {**result.as_json(), "text": printer.text, "checks": [item.as_json() for item in checks]}
+            failed = [item for item in checks if not item.ok]
+            if failed:
+                raise _check_failed(failed, len(checks)).with_document(document)
+        if world.rank == 0:
+            output.result(document, essential=printer.shown)
+            _report(output, result)
+            if check:
+                output.note(_check_note(checks))
 
 
 def parse_ids(text: str) -> list[int]:
@@ -129,18 +143,32 @@ def parse_ids(text: str) -> list[int]:
 
 
 class Printer:
-    """Shows tokens as they come: as text where there is a tokenizer, else as ids. The end token is not shown."""
+    """Shows tokens as they come: as text where there is a tokenizer, else as ids. The end token is not shown.
 
-    def __init__(self, tokenizer: Tokenizer | None, end_ids: tuple[int, ...], *, live: bool) -> None:
+    Before `start`, and on every rank but the first, it shows nothing."""
+
+    def __init__(self) -> None:
+        self.input_ids: list[int] = []
         self.ids: list[int] = []
         self.shown = ""
-        self._stream: StreamDecoder | None = tokenizer.stream() if tokenizer else None
+        self._stream: StreamDecoder | None = None
+        self._end_ids: tuple[int, ...] = ()
+        self._live = False
+
+    def start(self, ids: list[int], tokenizer: Tokenizer | None, end_ids: tuple[int, ...], *, live: bool) -> None:
+        self.input_ids = ids
+        self._stream = tokenizer.stream() if tokenizer else None
         self._end_ids = end_ids
         self._live = live
 
     @property
     def text(self) -> str | None:
         return self.shown if self._stream else None
+
+    @property
+    def so_far(self) -> dict[str, object]:
+        """What an interrupted run tells of itself."""
+        return {"input_ids": self.input_ids, "token_ids": self.ids, "text": self.text}
 
     def token(self, token: int) -> None:
         self.ids.append(token)
@@ -155,6 +183,7 @@ class Printer:
         if self._live:
             sys.stdout.write("\n")
             sys.stdout.flush()
+        self._live = False
 
     def _show(self, text: str) -> None:
         self.shown += text
@@ -177,6 +206,29 @@ def _read(name: str) -> tuple[str, str]:
         raise UsageError(f"cannot read {name}: {error.strerror}", hint="name a text file") from None
     except UnicodeDecodeError as error:
         raise UsageError(f"{name} is not UTF-8 text (byte {error.start})", hint="convert it to UTF-8") from None
+
+
+def _prompt(
+    folder: Path, prompt: str | None, prompt_file: str | None, input_ids: str | None, chat: bool, thinking: bool
+) -> tuple[K3Config, Tokenizer | None, list[int]]:
+    """Configuration, tokenizer where there is one, and the token ids of the prompt. Raises UsageError."""
+    from k3tool.checkpoint.reader import Checkpoint
+    from k3tool.checkpoint.source import LocalSource
+    from k3tool.tokenizer import find_tokenizer
+
+    checkpoint = Checkpoint(LocalSource(folder))  # never a repository: weights are read again and again
+    config = checkpoint.config
+    tokenizer: Tokenizer | None
+    if input_ids is not None:
+        ids = parse_ids(input_ids)
+        tokenizer = find_tokenizer(checkpoint.source, config.vocab_size)
+    else:
+        text, name = (prompt, "--prompt") if prompt is not None else _read(str(prompt_file))
+        tokenizer, ids = _encode(checkpoint.source, config.vocab_size, str(text), name, chat, thinking)
+    from k3tool.sampling import check_ids
+
+    check_ids(config, ids)
+    return config, tokenizer, ids
 
 
 def _encode(

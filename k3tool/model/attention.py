@@ -1,7 +1,8 @@
 """The two attention layers: KDA with its recurrent state, and gated MLA on the latent cache.
 
-Projections that read the same input are one stacked matrix, so that a token costs few products. Formulas: Kimi K3's
-modeling_kimi_linear.py, classes KimiDeltaAttention and KimiMLAAttention.
+Projections that read the same input are one stacked matrix, so that a token costs few products. A TP rank has some of
+the heads: every projection by head is cut, o_proj along its inputs, and what it gives is summed over the group. Formulas:
+Kimi K3's modeling_kimi_linear.py, classes KimiDeltaAttention and KimiMLAAttention.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from k3tool.kernels.linear import linear
 from k3tool.kernels.mla import mla
 from k3tool.kernels.norm import gated_rms_norm, rms_norm
 from k3tool.model.cache import KdaState, LatentCache
+from k3tool.model.divided import row_linear
+from k3tool.parallel.groups import ALONE, Group
 
 LATENT_NORM_EPS = 1e-6  # q_a_layernorm and kv_a_layernorm use this, whatever rms_norm_eps says
 
@@ -41,6 +44,7 @@ class KdaAttention:
     g_b_proj: Tensor | None
     o_norm: Tensor  # [D] float32
     o_proj: Tensor
+    tp: Group = ALONE
 
     def forward(self, x: Tensor, cache: KdaState) -> Tensor:
         """x [T, hidden], normalized -> [T, hidden]. Advances state and history of `cache` in place."""
@@ -54,12 +58,12 @@ class KdaAttention:
                 qkv, self.conv1d, cache.history, f, b, self.A_log, self.dt_bias, cache.state, gate, self.o_norm,
                 lower_bound=self.lower_bound, eps=self.eps,
             )  # fmt: skip
-            return linear(out.flatten(1), self.o_proj)
+            return row_linear(out.flatten(1), self.o_proj, self.tp)
         q, k, v = causal_conv(qkv.unsqueeze(0), self.conv1d, cache.history).unflatten(-1, (3, heads, dim)).unbind(2)
         f, b = f.unsqueeze(0), b.unsqueeze(0)
         out = kda(q, k, v, f, b, self.A_log, self.dt_bias, cache.state, lower_bound=self.lower_bound).squeeze(0)
         out = gated_rms_norm(out, gate, self.o_norm, self.eps)
-        return linear(out.flatten(1), self.o_proj)
+        return row_linear(out.flatten(1), self.o_proj, self.tp)
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,7 @@ class MlaAttention:
     kv_a_layernorm: Tensor  # [C] float32
     kv_b_proj: Tensor
     o_proj: Tensor
+    tp: Group = ALONE
 
     def forward(self, x: Tensor, cache: LatentCache, position: int) -> Tensor:
         """x [T, hidden], normalized -> [T, hidden]. Appends T latents to `cache` behind `position`."""
@@ -96,4 +101,4 @@ class MlaAttention:
         out = out.squeeze(0).flatten(1)
         if self.has_gate:
             out = out * torch.sigmoid(rows[:, rows.shape[1] - gate_width :])
-        return linear(out, self.o_proj)
+        return row_linear(out, self.o_proj, self.tp)

@@ -6,6 +6,7 @@ forward pass. KDA states cannot be rewound; a snapshot (`clone`) is the only way
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,12 +62,13 @@ class LatentCache:
 class Cache:
     """Everything one sequence needs to go on. `dtype` is the model's; KDA states are float32 in any case."""
 
-    def __init__(self, config: K3Config, num_layers: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, config: K3Config, layers: Sequence[int], device: torch.device, dtype: torch.dtype) -> None:
+        """layers: numbers of those that the cache is for."""
         self.position = 0
         self.layers: list[KdaState | LatentCache] = []
         heads, dim = config.kda_num_heads, config.kda_head_dim
-        for kind in config.layer_kinds[:num_layers]:
-            if kind == "mla":
+        for layer in layers:
+            if config.layer_kinds[layer] == "mla":
                 self.layers.append(LatentCache(config.mla_cache_width, device, dtype))
                 continue
             history = (1, config.conv_kernel_size - 1, 3 * config.kda_size)

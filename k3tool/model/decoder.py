@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from k3tool.config import K3Config
 from k3tool.kernels.attn_res import mix_blocks
@@ -15,8 +14,11 @@ from k3tool.kernels.linear import linear
 from k3tool.kernels.norm import rms_norm
 from k3tool.model.attention import KdaAttention, MlaAttention
 from k3tool.model.cache import Cache, KdaState, LatentCache
+from k3tool.model.divided import embedding
 from k3tool.model.moe import GatedMlp, Observer, SparseMoe
 from k3tool.model.streaming import StreamedExperts
+from k3tool.parallel.groups import SINGLE, Parallel
+from k3tool.parallel.share import Share
 
 
 @dataclass(frozen=True)
@@ -46,12 +48,18 @@ class ResidualSums:
     A plain residual stream is the case of one slot that nothing mixes.
     """
 
-    def __init__(self, x: Tensor, slots: int, eps: float) -> None:
-        self.values = x.new_empty(slots, *x.shape)
-        self.values[0] = x
-        self.live = 0
+    def __init__(self, held: Tensor, slots: int, eps: float) -> None:
+        """held [n, T, hidden]: n - 1 snapshots and the running sum. slots: how many there will be, n included."""
+        self.values = held.new_empty(slots, *held.shape[1:])
+        self.values[: held.shape[0]] = held
+        self.live = held.shape[0] - 1
         self.eps = eps
         self.fresh = False
+
+    @property
+    def held(self) -> Tensor:
+        """What the next stage needs, to go on from here."""
+        return self.values[: self.live + 1]
 
     def read(self, query: Tensor | None) -> Tensor:
         """What the next half layer reads: a mix over all slots, or the running sum while it is the only one."""
@@ -74,16 +82,26 @@ class ResidualSums:
 
 @dataclass(frozen=True)
 class Model:
-    """The text model. `dtype` is that of activations; matrices stay as stored."""
+    """The text model, or what one rank has of it. `dtype` is that of activations; matrices stay as stored.
 
-    config: K3Config
+    embed_tokens: None after the first stage; output_attn_res, norm and lm_head: None before the last. `layers` are those
+    of `share.layers`.
+    """
+
+    share: Share
     dtype: torch.dtype
     device: torch.device
-    embed_tokens: Tensor
+    embed_tokens: Tensor | None
     layers: tuple[DecoderLayer, ...]
     output_attn_res: Tensor | None
-    norm: Tensor
-    lm_head: Tensor
+    norm: Tensor | None
+    lm_head: Tensor | None
+    parallel: Parallel = SINGLE
+
+    @property
+    def config(self) -> K3Config:
+        """With the widths of this rank."""
+        return self.share.config
 
     @property
     def streamed_experts(self) -> list[StreamedExperts]:
@@ -92,34 +110,56 @@ class Model:
         return [experts for experts in found if isinstance(experts, StreamedExperts)]
 
     def new_cache(self) -> Cache:
-        return Cache(self.config, len(self.layers), self.device, self.dtype)
+        return Cache(self.config, self.share.layers, self.device, self.dtype)
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, cache: Cache, observe: Observer | None = None) -> Tensor:
-        """ids [T] int64 that follow `cache` -> final hidden states [T, hidden], normalized. Advances the cache."""
+        """ids [T] int64 that follow `cache` -> final hidden states [T, hidden], normalized. Advances the cache.
+
+        Ranks call it together. Before the last stage, what is returned is the running sum as it goes on from here.
+        """
         with sole_threads(self.device):
             return self._forward(ids, cache, observe)
 
     def _forward(self, ids: Tensor, cache: Cache, observe: Observer | None) -> Tensor:
         config, position = self.config, cache.position
         block = config.attn_res_block_size
-        slots = 1 if block is None else 1 + -(-len(self.layers) // block)
-        sums = ResidualSums(functional.embedding(ids, self.embed_tokens).to(self.dtype), slots, config.rms_norm_eps)
-        for index, layer in enumerate(self.layers):
+        sums = self._enter(ids)
+        for index, layer, state in zip(self.share.layers, self.layers, cache.layers, strict=True):
             x = sums.read(layer.self_attention_res)
             if block is not None and index % block == 0:
                 sums.start_block()
             x = rms_norm(x, layer.input_layernorm, config.rms_norm_eps)
-            sums.add(layer.attend(x, cache.layers[index], position))
+            sums.add(layer.attend(x, state, position))
             x = rms_norm(sums.read(layer.mlp_res), layer.post_attention_layernorm, config.rms_norm_eps)
             sums.add(layer.mlp.forward(x, index, observe))
             if observe is not None:
                 observe("hidden", index, sums.values[sums.live])
         cache.advance(ids.shape[0])
+        if self.norm is None:
+            self.parallel.send_on(sums.held)
+            return sums.values[sums.live]
         return rms_norm(sums.read(self.output_attn_res), self.norm, config.rms_norm_eps)
+
+    def _enter(self, ids: Tensor) -> ResidualSums:
+        """The token embeddings, or what the stage before has sent: its running sum and all snapshots."""
+        share, block = self.share, self.config.attn_res_block_size
+        before, after = (1 if block is None else 1 + -(-n // block) for n in (share.layers.start, share.layers.stop))
+        if self.embed_tokens is not None and share.is_first:
+            x = embedding(ids, self.embed_tokens, share.first_vocab, self.parallel.tp, self.dtype).unsqueeze(0)
+        else:
+            shape = (before, ids.shape[0], self.config.hidden_size)
+            x = self.parallel.receive_from_before(torch.empty(shape, dtype=self.dtype, device=self.device))
+        return ResidualSums(x, after, self.config.rms_norm_eps)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [T, hidden] -> [T, vocab] float32; the product itself is rounded to the model dtype."""
+        """What `forward` gave, or rows of it, [T, hidden] -> [T, vocab] float32, on every rank.
+
+        The product itself is rounded to the model dtype."""
+        vocab = self.config.vocab_size
+        if self.norm is None or self.lm_head is None:
+            return self.parallel.from_last(hidden.new_empty(hidden.shape[0], vocab, dtype=torch.float32))
         with sole_threads(self.device):
-            return linear(hidden, self.lm_head).float()
+            rows = linear(hidden, self.lm_head).float()
+        return self.parallel.from_last(self.parallel.tp.gather(rows)[:, :vocab])

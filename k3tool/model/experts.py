@@ -35,40 +35,40 @@ class Field(NamedTuple):
     dtype: torch.dtype
 
 
-def load_experts(weights: Weights, config: K3Config, prefix: str) -> Experts:
-    """Declare all experts `{prefix}.E.w1|w2|w3` of one layer.
+def load_experts(weights: Weights, config: K3Config, prefix: str, owned: range) -> Experts:
+    """Declare the experts `{prefix}.E.w1|w2|w3` of one layer, E in `owned`.
 
     Raises CheckpointCorrupt where the experts of a layer are not all stored in one scheme.
     """
-    scheme = expert_storage(weights, config, prefix)
+    scheme = expert_storage(weights, config, prefix, owned)
     held: dict[str, Tensor] = {}
     for field in fields(config, scheme):
-        stacked, staging = weights.allocate((config.num_experts, *field.shape), field.dtype)
+        stacked, staging = weights.allocate((len(owned), *field.shape), field.dtype)
         held[field.name] = stacked
-        for expert in range(config.num_experts):
-            destination = None if staging is None else staging[expert]
+        for slot, expert in enumerate(owned):
+            destination = None if staging is None else staging[slot]
             if field.part is None:
                 shape = expert_matrix_shapes(config)[field.matrix]
                 weights.dequantized(Matrix(f"{prefix}.{expert}.{field.matrix}", shape), scheme, destination)
             else:
                 weights.raw(f"{prefix}.{expert}.{field.matrix}.{field.part}", destination)
-    weights.check(lambda: settle(held, scheme, [f"{prefix}.{expert}" for expert in range(config.num_experts)]))
+    weights.check(lambda: settle(held, scheme, [f"{prefix}.{expert}" for expert in owned]))
     return assemble(held, scheme)
 
 
-def expert_storage(weights: Weights, config: K3Config, prefix: str) -> str:
-    """The scheme that all experts of a layer share. Raises CheckpointCorrupt naming two that differ."""
+def expert_storage(weights: Weights, config: K3Config, prefix: str, owned: range) -> str:
+    """The scheme that the experts `owned` of a layer share. Raises CheckpointCorrupt naming two that differ."""
     shapes = expert_matrix_shapes(config)
     schemes = {
-        name: [weights.scheme(Matrix(f"{prefix}.{e}.{name}", shapes[name])) for e in range(config.num_experts)]
+        name: [weights.scheme(Matrix(f"{prefix}.{expert}.{name}", shapes[name])) for expert in owned]
         for name in EXPERT_MATRICES
     }
     first = schemes["w1"][0]
     for name, found in schemes.items():
-        for expert, scheme in enumerate(found):
+        for expert, scheme in zip(owned, found, strict=True):
             if scheme != first:
                 raise CheckpointCorrupt(
-                    f"{prefix}.{expert}.{name} is stored as {scheme}, {prefix}.0.w1 as {first}",
+                    f"{prefix}.{expert}.{name} is stored as {scheme}, {prefix}.{owned[0]}.w1 as {first}",
                     hint="all experts of a layer must be stored in one scheme",
                 )
     return first

@@ -6,6 +6,8 @@ configuration. The model is built twice from the same code: once only to check a
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from k3tool.checkpoint.reader import Checkpoint, Located
 from k3tool.config import K3Config
 from k3tool.errors import CapacityError, CheckpointCorrupt, UsageError
 from k3tool.events import SILENT, Progress
+from k3tool.layout import Layout, Place
 from k3tool.memory import available_bytes
 from k3tool.model.attention import KdaAttention, MlaAttention
 from k3tool.model.cache import Cache
@@ -23,6 +26,8 @@ from k3tool.model.moe import GatedMlp, SparseMoe
 from k3tool.model.streaming import stream_experts
 from k3tool.model.weights import Matrix, Weights
 from k3tool.names import parse_name
+from k3tool.parallel.groups import SINGLE, Group, Parallel
+from k3tool.parallel.share import Share, share_of
 from k3tool.units import format_bytes
 
 
@@ -42,34 +47,73 @@ def load_model(
     Raises CheckpointMissing, CheckpointCorrupt, UnsupportedError (a storage scheme), UsageError (`layers`),
     CapacityError before anything is read.
     """
+    found = prepare_model(checkpoint, device=device, dtype=dtype, layers=layers, memory_bytes=memory_bytes)
+    return found.read(progress)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model whose tensors are found, checked and known to fit. slots: experts of every layer to be resident, or all."""
+
+    checkpoint: Checkpoint
+    share: Share
+    device: torch.device
+    dtype: torch.dtype
+    located: dict[str, Located]
+    used: set[str]
+    slots: int | None
+
+    def read(self, progress: Progress = SILENT, parallel: Parallel = SINGLE) -> Model:
+        """Raises CheckpointMissing and CheckpointCorrupt for what only the bytes show."""
+        size = sum(self.located[name].spec.nbytes for name in self.used if self.slots is None or not _is_routed(name))
+        progress.started("load", size)
+        weights = Weights(self.checkpoint, self.located, self.device, progress)
+        model = _build(weights, self.share, self.dtype, self.slots, parallel)
+        progress.finished("load")
+        return model
+
+
+def prepare_model(
+    checkpoint: Checkpoint,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    layers: int | None = None,
+    memory_bytes: int | None = None,
+    room_bytes: int | None = None,
+    layout: Layout | None = None,
+    place: Place | None = None,
+) -> Prepared:
+    """Everything of `load_model` but the reading. checkpoint: of the rank at `place` of `layout` (None: of all).
+
+    room_bytes: the memory that this process may use (None: what the device has). Raises what `load_model` raises.
+    """
     config = checkpoint.config
     number = config.num_layers if layers is None else layers
     if not 1 <= number <= config.num_layers:
         raise UsageError(
             f"--layers {number}: the model has {config.num_layers} layers", hint="give a number within them"
         )
-    located = _locate(checkpoint, config, number)
-    measured = _measure(checkpoint, located, device, config, number, dtype, None)
+    share = share_of(config, layout or Layout(), place or Layout().place(0), number)
+    located = _locate(checkpoint, share)
+    measured = _measure(checkpoint, located, device, share, dtype, None)
     _refuse_unknown(located, measured.used)
     slots = None
-    need = measured.nbytes + _state_bytes(config, number)
-    room = _room(device) if memory_bytes is None else min(_room(device), memory_bytes)
+    need = measured.nbytes + _state_bytes(share)
+    room = _room(device) if room_bytes is None else room_bytes
+    if memory_bytes is not None:
+        room = min(room, memory_bytes)
     if need > room:
-        least = _measure(checkpoint, located, device, config, number, dtype, 1)
-        slots = _slots(need, measured.nbytes - least.nbytes, room, config, memory_bytes is not None)
-    progress.started(
-        "load", sum(located[name].spec.nbytes for name in measured.used if slots is None or not _is_routed(name))
-    )
-    model = _build(Weights(checkpoint, located, device, progress), config, number, dtype, slots)
-    progress.finished("load")
-    return model
+        least = _measure(checkpoint, located, device, share, dtype, 1)
+        slots = _slots(need, measured.nbytes - least.nbytes, room, len(share.experts), memory_bytes is not None)
+    return Prepared(checkpoint, share, device, dtype, located, measured.used, slots)
 
 
-def _locate(checkpoint: Checkpoint, config: K3Config, number: int) -> dict[str, Located]:
-    """Places of the tensors of the first `number` layers and of the text model's globals; reads their headers only."""
+def _locate(checkpoint: Checkpoint, share: Share) -> dict[str, Located]:
+    """Places of the tensors of a rank's layers and of the text model's globals; reads their headers only."""
     wanted: dict[str, set[str]] = {}
     for name, shard in checkpoint.index.weight_map.items():
-        if _belongs(name, config, number):
+        if _belongs(name, share):
             wanted.setdefault(shard, set()).add(name)
     located: dict[str, Located] = {}
     for shard, names in wanted.items():
@@ -86,13 +130,14 @@ def _locate(checkpoint: Checkpoint, config: K3Config, number: int) -> dict[str, 
     return located
 
 
-def _belongs(name: str, config: K3Config, number: int) -> bool:
-    """Whether a tensor is part of the text model cut to `number` layers: of a layer below, or of what surrounds them."""
-    if not name.startswith(config.name_prefix):
+def _belongs(name: str, share: Share) -> bool:
+    """Whether a tensor is part of the text model cut to the layers that run: of one of them, or of what surrounds them."""
+    prefix = share.config.name_prefix
+    if not name.startswith(prefix):
         return False
-    words = name[len(config.name_prefix) :].split(".", 3)
+    words = name[len(prefix) :].split(".", 3)
     if words[:2] == ["model", "layers"] and len(words) > 2 and words[2].isdecimal():
-        return int(words[2]) < number
+        return int(words[2]) < share.num_layers
     return words[0] in ("model", "lm_head")
 
 
@@ -111,33 +156,32 @@ def _measure(
     checkpoint: Checkpoint,
     located: dict[str, Located],
     device: torch.device,
-    config: K3Config,
-    number: int,
+    share: Share,
     dtype: torch.dtype,
     slots: int | None,
 ) -> Weights:
     """The model built without reading anything: what it would occupy, and which tensors it uses."""
     measured = Weights(checkpoint, located, device, None)
-    _build(measured, config, number, dtype, slots)
+    _build(measured, share, dtype, slots)
     return measured
 
 
-def _state_bytes(config: K3Config, number: int) -> int:
-    return Cache(config, number, torch.device("meta"), torch.float32).kda_state_bytes
+def _state_bytes(share: Share) -> int:
+    return Cache(share.config, share.layers, torch.device("meta"), torch.float32).kda_state_bytes
 
 
 def _room(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
 
 
-def _slots(need: int, streamable: int, room: int, config: K3Config, may_stream: bool) -> int:
+def _slots(need: int, streamable: int, room: int, num_experts: int, may_stream: bool) -> int:
     """How many experts of every layer may stay in memory, where not all of them may.
 
     need: bytes of the whole model; streamable: of all experts but one a layer. Raises CapacityError.
     """
     least = need - streamable
     if may_stream and streamable and least <= room:
-        return 1 + (room - least) * (config.num_experts - 1) // streamable
+        return 1 + (room - least) * (num_experts - 1) // streamable
     can = (
         f"; with --memory SIZE of at least {format_bytes(least)} the routed experts stream from disk"
         if streamable
@@ -157,20 +201,27 @@ def _is_routed(name: str) -> bool:
     return parsed is not None and parsed.expert is not None
 
 
-def _build(weights: Weights, config: K3Config, number: int, dtype: torch.dtype, slots: int | None = None) -> Model:
+def _build(
+    weights: Weights, share: Share, dtype: torch.dtype, slots: int | None = None, parallel: Parallel = SINGLE
+) -> Model:
     """slots: experts of every layer that are resident; None: all, read at once."""
+    config = share.config
     prefix = config.name_prefix
-    table = (config.vocab_size, config.hidden_size)
-    embed_tokens = weights.matrix(f"{prefix}model.embed_tokens", *table)
-    lm_head = embed_tokens if config.tie_word_embeddings else weights.matrix(f"{prefix}lm_head", *table)
-    norm = weights.vector(f"{prefix}model.norm.weight", (config.hidden_size,))
-    output_attn_res = _query(weights, config, f"{prefix}model.output_attn_res")
+    table = (share.vocab_rows, config.hidden_size)
+    tied = config.tie_word_embeddings
+    embed_tokens = lm_head = norm = output_attn_res = None
+    if share.is_first or (share.is_last and tied):
+        embed_tokens = weights.matrix(f"{prefix}model.embed_tokens", *table)
+    if share.is_last:
+        lm_head = embed_tokens if tied else weights.matrix(f"{prefix}lm_head", *table)
+        norm = weights.vector(f"{prefix}model.norm.weight", (config.hidden_size,))
+        output_attn_res = _query(weights, config, f"{prefix}model.output_attn_res")
     weights.fill()
     layers = []
-    for layer in range(number):
-        layers.append(_layer(weights, config, layer, slots))
+    for layer in share.layers:
+        layers.append(_layer(weights, share, parallel, layer, slots))
         weights.fill()
-    return Model(config, dtype, weights.device, embed_tokens, tuple(layers), output_attn_res, norm, lm_head)
+    return Model(share, dtype, weights.device, embed_tokens, tuple(layers), output_attn_res, norm, lm_head, parallel)
 
 
 def _query(weights: Weights, config: K3Config, site: str) -> Tensor | None:
@@ -184,21 +235,22 @@ def _query(weights: Weights, config: K3Config, site: str) -> Tensor | None:
     return query
 
 
-def _layer(weights: Weights, config: K3Config, layer: int, slots: int | None) -> DecoderLayer:
+def _layer(weights: Weights, share: Share, parallel: Parallel, layer: int, slots: int | None) -> DecoderLayer:
+    config = share.config
     prefix = f"{config.name_prefix}model.layers.{layer}"
     attention = _kda if config.layer_kinds[layer] == "kda" else _mla
-    mlp = _moe(weights, config, f"{prefix}.block_sparse_moe", slots) if config.is_moe(layer) else None
+    mlp = _moe(weights, share, parallel, f"{prefix}.block_sparse_moe", slots) if config.is_moe(layer) else None
     return DecoderLayer(
         input_layernorm=weights.vector(f"{prefix}.input_layernorm.weight", (config.hidden_size,)),
         post_attention_layernorm=weights.vector(f"{prefix}.post_attention_layernorm.weight", (config.hidden_size,)),
         self_attention_res=_query(weights, config, f"{prefix}.self_attention_res"),
         mlp_res=_query(weights, config, f"{prefix}.mlp_res"),
-        self_attn=attention(weights, config, f"{prefix}.self_attn"),
-        mlp=mlp or _mlp(weights, config, f"{prefix}.mlp", config.intermediate_size),
+        self_attn=attention(weights, config, f"{prefix}.self_attn", parallel.tp),
+        mlp=mlp or _mlp(weights, config, f"{prefix}.mlp", parallel.tp),
     )
 
 
-def _kda(weights: Weights, config: K3Config, prefix: str) -> KdaAttention:
+def _kda(weights: Weights, config: K3Config, prefix: str, tp: Group) -> KdaAttention:
     hidden, width = config.hidden_size, config.kda_size
     heads, dim, taps = config.kda_num_heads, config.kda_head_dim, config.conv_kernel_size
     full = config.full_rank_gate
@@ -219,6 +271,7 @@ def _kda(weights: Weights, config: K3Config, prefix: str) -> KdaAttention:
         g_b_proj=None if full else weights.matrix(f"{prefix}.g_b_proj", width, dim),
         o_norm=weights.vector(f"{prefix}.o_norm.weight", (dim,)),
         o_proj=weights.matrix(f"{prefix}.o_proj", hidden, width),
+        tp=tp,
     )
 
 
@@ -255,7 +308,7 @@ def _a_log(weights: Weights, config: K3Config, name: str) -> Tensor:
     return stored[:heads]
 
 
-def _mla(weights: Weights, config: K3Config, prefix: str) -> MlaAttention:
+def _mla(weights: Weights, config: K3Config, prefix: str, tp: Group) -> MlaAttention:
     hidden, heads, rank = config.hidden_size, config.num_heads, config.q_lora_rank
     queries = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
     pairs, values = config.qk_nope_head_dim + config.v_head_dim, heads * config.v_head_dim
@@ -275,6 +328,7 @@ def _mla(weights: Weights, config: K3Config, prefix: str) -> MlaAttention:
         kv_a_layernorm=weights.vector(f"{prefix}.kv_a_layernorm.weight", (config.kv_lora_rank,)),
         kv_b_proj=kv_b.view(heads, pairs, config.kv_lora_rank),
         o_proj=weights.matrix(f"{prefix}.o_proj", hidden, values),
+        tp=tp,
     )
 
 
@@ -282,12 +336,14 @@ def _gate_up(prefix: str, intermediate: int, hidden: int) -> list[Matrix]:
     return [Matrix(f"{prefix}.{name}_proj", (intermediate, hidden)) for name in ("gate", "up")]
 
 
-def _mlp(weights: Weights, config: K3Config, prefix: str, intermediate: int) -> GatedMlp:
-    gate_up = weights.stack(_gate_up(prefix, intermediate, config.hidden_size))
-    return GatedMlp(config, gate_up, weights.matrix(f"{prefix}.down_proj", config.hidden_size, intermediate))
+def _mlp(weights: Weights, config: K3Config, prefix: str, tp: Group) -> GatedMlp:
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    gate_up = weights.stack(_gate_up(prefix, intermediate, hidden))
+    return GatedMlp(config, gate_up, weights.matrix(f"{prefix}.down_proj", hidden, intermediate), tp)
 
 
-def _moe(weights: Weights, config: K3Config, prefix: str, slots: int | None) -> SparseMoe:
+def _moe(weights: Weights, share: Share, parallel: Parallel, prefix: str, slots: int | None) -> SparseMoe:
+    config = share.config
     hidden, latent, shared = config.hidden_size, config.latent_size, config.shared_intermediate_size
     rows = [Matrix(f"{prefix}.routed_expert_down_proj", (latent, hidden))] if latent else []
     rows += _gate_up(f"{prefix}.shared_experts", shared, hidden) if shared else []
@@ -301,12 +357,14 @@ def _moe(weights: Weights, config: K3Config, prefix: str, slots: int | None) -> 
             else None
         ),
         experts=(
-            load_experts(weights, config, f"{prefix}.experts")
+            load_experts(weights, config, f"{prefix}.experts", share.experts)
             if slots is None
-            else stream_experts(weights, config, f"{prefix}.experts", slots)
+            else stream_experts(weights, config, f"{prefix}.experts", share.experts, slots)
         ),
         in_proj=weights.stack(rows) if rows else None,
         routed_expert_norm=weights.vector(f"{prefix}.routed_expert_norm.weight", (latent,)) if has_norm else None,
         routed_expert_up_proj=weights.matrix(f"{prefix}.routed_expert_up_proj", hidden, latent) if latent else None,
         shared_down_proj=(weights.matrix(f"{prefix}.shared_experts.down_proj", hidden, shared) if shared else None),
+        owned=share.experts,
+        parallel=parallel,
     )

@@ -40,15 +40,25 @@ class _Part(NamedTuple):
 
 
 class StreamedExperts:
-    """E experts of one layer, `slots` of them in memory. `read_bytes` counts what was read so far."""
+    """The experts `owned` of one layer, `slots` of them in memory. `read_bytes` counts what was read so far.
+
+    Ids count from the first that is owned."""
 
     def __init__(
-        self, source: Source, prefix: str, config: K3Config, scheme: str, parts: list[_Part], device: torch.device
+        self,
+        source: Source,
+        prefix: str,
+        config: K3Config,
+        owned: range,
+        scheme: str,
+        parts: list[_Part],
+        device: torch.device,
     ) -> None:
-        self.num_experts = config.num_experts
+        self.num_experts = len(owned)
         self.read_bytes = 0
         self._source = source
         self._prefix = prefix
+        self._owned = owned
         self._shapes = expert_matrix_shapes(config)
         self._scheme = scheme
         self._parts = parts
@@ -136,7 +146,7 @@ class StreamedExperts:
         for field in self._fields:
             if field.part is None:
                 self._decode(field, stored, host[field.name])
-        settle(host, self._scheme, [f"{self._prefix}.{expert}"])
+        settle(host, self._scheme, [f"{self._prefix}.{self._owned[expert]}"])
         if self._device.type != "cpu":
             for name, tensor in host.items():
                 self._held[name][slot : slot + 1].copy_(tensor)
@@ -157,20 +167,20 @@ class StreamedExperts:
         target[0].copy_(torch.from_numpy(formats.dequantize(self._scheme, arrays, self._shapes[field.matrix])))
 
 
-def stream_experts(weights: Weights, config: K3Config, prefix: str, slots: int) -> StreamedExperts:
-    """The experts `{prefix}.E.w1|w2|w3` of one layer with `slots` resident; nothing of them is read yet.
+def stream_experts(weights: Weights, config: K3Config, prefix: str, owned: range, slots: int) -> StreamedExperts:
+    """The experts `{prefix}.E.w1|w2|w3` of one layer, E in `owned`, with `slots` resident; nothing of them is read yet.
 
     Raises CheckpointCorrupt where the experts of a layer are not all stored in one scheme.
     """
-    scheme = expert_storage(weights, config, prefix)
+    scheme = expert_storage(weights, config, prefix, owned)
     parts: list[_Part] = []
     for matrix, shape in expert_matrix_shapes(config).items():
-        found = [weights.parts(Matrix(f"{prefix}.{expert}.{matrix}", shape)) for expert in range(config.num_experts)]
+        found = [weights.parts(Matrix(f"{prefix}.{expert}.{matrix}", shape)) for expert in owned]
         for part, place in found[0].items():
             offsets = np.array([places[part].offset for places in found], np.int64)
             shards = [places[part].shard for places in found]
             spec = place.spec
             parts.append(_Part(matrix, part, spec.dtype, spec.shape, spec.nbytes, shards, offsets))
-    streamed = StreamedExperts(weights.source, prefix, config, scheme, parts, weights.device)
+    streamed = StreamedExperts(weights.source, prefix, config, owned, scheme, parts, weights.device)
     streamed.allocate(weights, slots)
     return streamed

@@ -19,7 +19,7 @@ def test_sizes_of_the_released_model():
             num_layers=93, hidden_size=7168, kda_heads=96, kda_head_dim=128, kv_lora_rank=512, qk_rope_head_dim=64
         )
     )
-    cache = Cache(config, 93, torch.device("meta"), torch.bfloat16)
+    cache = Cache(config, range(93), torch.device("meta"), torch.bfloat16)
     histories = 69 * 3 * 3 * 96 * 128 * 2
     assert cache.kda_state_bytes == 434_110_464 + histories
     assert cache.mla_cache_bytes == 0

@@ -12,8 +12,10 @@ from k3tool.errors import CapacityError, CheckpointCorrupt, CheckpointMissing, U
 from k3tool.events import Silent
 from k3tool.generate import Session
 from k3tool.kernels.moe import DenseExperts, PackedExperts
+from k3tool.layout import Layout
 from k3tool.model import load as loading
 from k3tool.model.attention import KdaAttention, MlaAttention
+from k3tool.parallel.share import share_of
 from k3tool.synthetic import tiny_config, write_checkpoint
 from tests.model.edit import edit_checkpoint
 from tests.model.twin import Twin
@@ -358,9 +360,10 @@ def test_memory_is_checked_before_anything_is_read(folder, monkeypatch):
 
 def test_bytes_counted_are_bytes_held(folder):
     checkpoint = Checkpoint.open(folder)
-    located = loading._locate(checkpoint, checkpoint.config, 4)
+    share = share_of(checkpoint.config, Layout(), Layout().place(0))
+    located = loading._locate(checkpoint, share)
     measured = loading.Weights(checkpoint, located, CPU, None)
-    loading._build(measured, checkpoint.config, 4, torch.float32)
+    loading._build(measured, share, torch.float32)
     matrices = sum(place.spec.nbytes for place in located.values() if len(place.spec.shape) > 1)
     assert matrices < measured.nbytes < matrices * 1.1  # vectors grow to float32
 

@@ -1,0 +1,58 @@
+"""Failures as they travel between ranks: what happened, on which rank, and the error made of it on another. No torch.
+
+Raising on one rank must end all of them with the same exit code and one message. What is sent is text and numbers;
+nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple
+
+from k3tool.errors import EXIT_BUG, EXIT_INTERRUPTED, Interrupted, K3Error, RemoteError
+
+_CLASSES = {cls.__name__: cls for cls in K3Error.__subclasses__()}
+
+
+class RankLost(RemoteError):
+    """Another rank does not answer: it ended, hangs, or cannot be reached. Rarely the cause, mostly the consequence."""
+
+
+class Failure(NamedTuple):
+    """The first failure of a run, as its rank saw it."""
+
+    rank: int
+    code: int
+    type: str
+    message: str
+    hint: str
+    is_cause: bool
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int) -> Failure:
+        if isinstance(error, KeyboardInterrupt):
+            error = Interrupted()
+        if isinstance(error, K3Error):
+            is_cause = not isinstance(error, RankLost)
+            return cls(rank, error.exit_code, type(error).__name__, error.message, error.hint, is_cause)
+        if isinstance(error, SystemExit):
+            return cls(rank, EXIT_BUG, "SystemExit", f"rank {rank} left with {error.code!r}", "", True)
+        cause = f"this is a bug in k3tool: {type(error).__name__}: {error}"
+        return cls(rank, EXIT_BUG, type(error).__name__, cause, "report it with the traceback above", True)
+
+    def as_bytes(self) -> bytes:
+        return json.dumps(self._asdict()).encode()
+
+    @classmethod
+    def parse(cls, text: bytes) -> Failure:
+        return cls(**json.loads(text))
+
+    def as_error(self, here: int) -> K3Error:
+        """The same failure, to be raised on rank `here`: it says where it happened."""
+        plain = here == self.rank or self.code == EXIT_INTERRUPTED
+        error = K3Error.__new__(_CLASSES.get(self.type, K3Error))
+        K3Error.__init__(
+            error, self.message if plain else f"rank {self.rank}: {self.message}", hint=self.hint, rank=self.rank
+        )
+        error.exit_code = self.code
+        return error

@@ -1,0 +1,275 @@
+"""How the ranks of one run meet, agree, fail and end together. Torch is imported when there is more than one.
+
+A rank that fails writes its failure into the store where the ranks met, then leaves its connections, so that nobody
+waits for it. Every other rank finds its collective broken (or is found by its watcher), reads what happened, and leaves
+with the same exit code. Rank 0 tells it, once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from k3tool.errors import K3Error, RemoteError, UsageError
+from k3tool.parallel.failure import Failure
+from k3tool.parallel.world import World
+
+T = TypeVar("T")
+Tell = Callable[[K3Error], None]
+
+TIMEOUT_VARIABLE = "K3TOOL_RANK_TIMEOUT"
+TIMEOUT_S = 1800.0  # for other ranks to appear, to load their share, to answer
+POLL_S = 0.2
+GRACE_S = 5.0  # for the main thread to notice by itself that another rank failed
+TOLD_S = 10.0  # for rank 0 to say what happened
+_FAILURE, _TOLD = "k3tool/failure", "k3tool/told"
+
+
+class Link:
+    """The ranks of a run. This class is a process alone: it agrees with itself."""
+
+    world = World()
+    timeout = timedelta(seconds=TIMEOUT_S)
+    uses_nccl = False
+
+    @property
+    def is_first(self) -> bool:
+        """Rank 0 reads the prompt, samples and speaks."""
+        return self.world.rank == 0
+
+    def together(self, action: Callable[[], T]) -> T:
+        """Run `action` on every rank. Where it fails on any, the failure of the lowest such rank is raised on all.
+
+        Returns after all have finished, each its own result."""
+        return action()
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """What `make` gives on rank 0 (plain JSON), on every rank; the others do not call it."""
+        return make()
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value (plain JSON) of every rank, in order."""
+        return [value]
+
+
+ALONE = Link()
+
+
+class RankLink(Link):
+    """Several ranks, connected by gloo whatever their devices: control messages are small and live in host memory."""
+
+    def __init__(self, world: World, store: Any, timeout: timedelta, tell: Tell | None) -> None:
+        import torch.distributed as dist
+
+        self.world = world
+        self.timeout = timeout
+        self._tell = tell
+        self._lock = threading.Lock()
+        self._settled: tuple[Failure, bool] | None = None
+        self._closed = threading.Event()
+        self._store = store
+        self._watched = store.clone()  # a store serves one thread at a time
+        self._dist = dist
+        dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=timeout)
+        threading.Thread(target=self._watch, name="k3tool-ranks", daemon=True).start()
+
+    def together(self, action: Callable[[], T]) -> T:
+        result: T | None = None
+        failed: K3Error | None = None
+        try:
+            result = action()
+        except K3Error as error:
+            failed = error
+        found = self.gather(None if failed is None else Failure.of(failed, self.world.rank)._asdict())
+        first = next((item for item in found if item is not None), None)
+        if first is None:
+            return result  # type: ignore[return-value]
+        raise failed if failed is not None and first["rank"] == self.world.rank else self._error(Failure(**first))
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        value = make() if self.is_first else None
+        text = json.dumps(value).encode() if self.is_first else b""
+        return json.loads(self._broadcast(text))
+
+    def gather(self, value: Any) -> list[Any]:
+        import torch
+
+        text = json.dumps(value).encode()
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world.size)]
+        self._call(self._dist.all_gather, sizes, torch.tensor([len(text)]))
+        longest = max(int(size) for size in sizes)
+        mine = torch.zeros(longest, dtype=torch.uint8)
+        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        parts = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
+        self._call(self._dist.all_gather, parts, mine)
+        return [json.loads(bytes(part[: int(size)].numpy())) for part, size in zip(parts, sizes, strict=True)]
+
+    def _broadcast(self, text: bytes) -> bytes:
+        """Short messages travel at once: length and up to 248 bytes."""
+        import torch
+
+        head = torch.zeros(256, dtype=torch.uint8)
+        if self.is_first:
+            head[:8] = torch.frombuffer(bytearray(len(text).to_bytes(8, "little")), dtype=torch.uint8)
+            head[8 : 8 + len(text[:248])] = torch.frombuffer(bytearray(text[:248]), dtype=torch.uint8)
+        self._call(self._dist.broadcast, head, src=0)
+        first = bytes(head.numpy())
+        length = int.from_bytes(first[:8], "little")
+        if length <= 248:
+            return first[8 : 8 + length]
+        rest = torch.zeros(length - 248, dtype=torch.uint8)
+        if self.is_first:
+            rest[:] = torch.frombuffer(bytearray(text[248:]), dtype=torch.uint8)
+        self._call(self._dist.broadcast, rest, src=0)
+        return first[8:] + bytes(rest.numpy())
+
+    def _call(self, collective: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+        from k3tool.parallel.groups import call
+
+        call(collective, *arguments, **options)
+
+    # The end
+
+    def close(self) -> None:
+        """All have finished. Raises RankLost where one does not come to the end."""
+        self.gather(None)
+        self._closed.set()
+        self._dist.destroy_process_group()
+
+    def fail(self, error: BaseException) -> BaseException:
+        """This rank cannot go on: everybody learns it. Returns what is to be raised here, `told` where rank 0 spoke."""
+        first = self._publish(error)
+        if not self.uses_nccl:  # the connections close, so that nobody waits for this rank
+            with suppress(Exception):
+                self._dist.destroy_process_group()
+        own = Failure.of(error, self.world.rank)
+        if own.is_cause and (own == first or own.code == first.code):
+            raised = error if isinstance(error, Exception) else self._error(own)
+        else:
+            raised = self._error(first)
+        told = self._settle(first, raised)
+        self._closed.set()
+        if self.uses_nccl:  # kernels that wait for a lost rank keep a process from ending
+            _leave(first.code)
+        raised.told = told  # type: ignore[attr-defined]
+        return raised
+
+    def _error(self, failure: Failure) -> K3Error:
+        return failure.as_error(self.world.rank)
+
+    def _publish(self, error: BaseException) -> Failure:
+        """The first failure of the run: this one, or one that another rank has written before."""
+        own = Failure.of(error, self.world.rank)
+        with suppress(Exception):  # without the store, every rank speaks for itself
+            if not own.is_cause:
+                self._await(_FAILURE, 1.0)
+            return Failure.parse(self._store.compare_set(_FAILURE, "", own.as_bytes().decode()))
+        return own
+
+    def _await(self, key: str, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while not self._store.check([key]):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+        return True
+
+    def _settle(self, first: Failure, raised: BaseException) -> bool:
+        """Rank 0 tells what happened; the others wait until it has. Once per process. Returns whether it was told."""
+        with self._lock:
+            if self._settled is None:
+                told = self._tell_it(raised) if self.is_first else self._was_told()
+                self._settled = first, told
+            return self._settled[1]
+
+    def _tell_it(self, raised: BaseException) -> bool:
+        if self._tell is None or not isinstance(raised, K3Error):
+            with suppress(Exception):
+                self._store.set(_TOLD, "1")
+            return False
+        self._tell(raised)
+        with suppress(Exception):
+            self._store.set(_TOLD, "1")
+        return True
+
+    def _was_told(self) -> bool:
+        try:
+            return self._await(_TOLD, TOLD_S)
+        except Exception:  # the store went with rank 0, which therefore has spoken
+            return True
+
+    def _watch(self) -> None:
+        """Ends this process where another rank has failed and the main thread does not get to see it."""
+        try:
+            while not self._watched.check([_FAILURE]):
+                if self._closed.wait(POLL_S):
+                    return
+            if self._closed.wait(GRACE_S):
+                return
+            first = Failure.parse(self._watched.get(_FAILURE))
+        except Exception:  # without a store: broken connections tell
+            return
+        self._settle(first, self._error(first))
+        _leave(first.code)
+
+
+def _leave(code: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(code)
+
+
+def timeout_of(text: str | None) -> timedelta:
+    """Seconds from the environment. Raises UsageError."""
+    try:
+        seconds = TIMEOUT_S if not text else float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.1 <= seconds <= 1e6:
+        raise UsageError(f"{TIMEOUT_VARIABLE} is {text!r}, expected seconds", hint=f"unset {TIMEOUT_VARIABLE}")
+    return timedelta(seconds=seconds)
+
+
+@contextmanager
+def joined(world: World, *, tell: Tell | None = None) -> Iterator[Link]:
+    """Meet the other ranks; leave together, whatever happens inside. tell: how rank 0 shows a failure.
+
+    K3TOOL_RANK_TIMEOUT: how many seconds a rank may be late, at any time (1800). Raises RemoteError where the others do
+    not come; and on every rank what was raised on one.
+    """
+    if world.size == 1:
+        yield ALONE
+        return
+    link = _meet(world, tell)
+    try:
+        yield link
+        link.close()
+    except BaseException as error:
+        raised = link.fail(error)
+        if raised is error:
+            raise
+        raise raised from error
+
+
+def _meet(world: World, tell: Tell | None) -> RankLink:
+    timeout = timeout_of(os.environ.get(TIMEOUT_VARIABLE))
+    try:
+        from torch.distributed.rendezvous import rendezvous
+
+        store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
+        return RankLink(world, store, timeout, tell)
+    except (RuntimeError, ValueError, OSError) as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise RemoteError(
+            f"rank {world.rank} of {world.size} did not meet the others at {address}: {str(error).splitlines()[0][:300]}",
+            hint="every rank must be started within "
+            f"{timeout.total_seconds():g} s and reach that address; torchrun sets all of it",
+        ) from error
