@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from k3tool.names import component_of, parse_name
 from k3tool.reshard import DEFAULT_SHARD_BYTES, Prepared, Request, closing_files
 from k3tool.reshard import prepare as prepare_reshard
 from k3tool.transform import quantize_config, quantize_report
-from k3tool.transform.base import TensorOut
 from k3tool.transform.forms import Opened
 from k3tool.transform.quantize import QuantizedForm, QuantizingResharder
 from k3tool.transform.quantize_config import Section
@@ -68,8 +66,6 @@ class Change:
     exact: bool = False
     section: Section | None = None
     quantized: QuantizedForm | None = None
-    bytes_in: int = 0
-    untouched: dict[str, int] = field(default_factory=dict)
     command: str = "quantize"
 
     @property
@@ -84,18 +80,26 @@ class Change:
         return " ".join(said)
 
     @property
+    def bytes_in(self) -> int:
+        assert self.quantized is not None
+        return self.quantized.bytes_in
+
+    @property
+    def untouched(self) -> dict[str, int]:
+        assert self.quantized is not None
+        return self.quantized.untouched
+
+    @property
     def description(self) -> Mapping[str, Any]:
         return {"quantize": self.policy.as_json(), "scales": "search" if self.search else "plain"}
 
     def form(self, opened: Opened) -> Form:
         quantized = QuantizedForm(opened.form, opened.splitter, self.policy)
         self._check_rules(quantized)
-        summary = quantize_config.summarize(quantized.items())
-        self.section = quantize_config.section(summary)
+        self.section = quantize_config.section(quantize_config.summarize(quantized.items()))
         document = quantize_config.rewrite(opened.form.config.raw, self.section)
         quantized.config = K3Config.from_dict(document, where="the new config.json")
         self.quantized = quantized
-        self._count(quantized, summary)
         return quantized
 
     def _check_rules(self, quantized: QuantizedForm) -> None:
@@ -106,16 +110,6 @@ class Change:
                     f"rule {rule.match!r} of the recipe covers no module",
                     hint="k3tool inspect --tensors shows the names; patterns after re: match from the start",
                 )
-
-    def _count(self, quantized: QuantizedForm, matrices: Container[str]) -> None:
-        """Source bytes, and how many matrices of each component are carried as they are."""
-        kept: dict[str, set[str]] = defaultdict(set)
-        for text, kind in quantized.inner.items():
-            self.bytes_in += TensorOut(text, kind.dtype, kind.shape).nbytes
-            name = parse_name(text)
-            if name is not None and name.module in matrices and name.module_path not in quantized.changing:
-                kept[component_of(name)].add(name.module_path)
-        self.untouched = {component: len(paths) for component, paths in kept.items()}
 
     def resharder(self, form: Form, splitter: Splitter, target: Layout) -> Resharder:
         assert isinstance(form, QuantizedForm)

@@ -7,7 +7,6 @@ values. What is not to change is carried as it is.
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from k3tool.checkpoint.table import Kind, Tensors
 from k3tool.config import K3Config
 from k3tool.errors import CheckFailed, CheckpointCorrupt, UnsupportedError, UsageError
 from k3tool.layout import Layout
-from k3tool.names import TensorName, parse_name
+from k3tool.names import TensorName, component_of, parse_name
 from k3tool.plan import FileJob, LazySteps
 from k3tool.transform.base import Applied, Compute, Region, Step, TensorOut
 from k3tool.transform.quantize_policy import Choice, Policy
@@ -33,18 +32,23 @@ _PARTNERS = {"w1": "w13", "w3": "w13", "gate_proj": "gate_up", "up_proj": "gate_
 SCRATCH_BYTES = 16 << 20  # tables, indices and one tile of float32 rows
 
 
-class Converting(NamedTuple):
-    """One kind of module that changes: as stored, and as it will be. Shared by all modules that are alike."""
+@dataclass(frozen=True, eq=False)
+class Converting:
+    """One kind of module that changes: as stored, and as it will be. All modules that are alike share one."""
 
     scheme: str
     shape: tuple[int, int]
     parts: tuple[tuple[str, Kind], ...]
     choice: Choice
-    outputs: tuple[tuple[str, Kind], ...]
+    outputs: dict[str, Kind]
 
 
 class QuantizedForm:
-    """Another form, with the modules that `policy` names in their new storage."""
+    """Another form, with the modules that `policy` names in their new storage.
+
+    changing: module path to what it becomes. untouched: component to how many matrices are carried as they are.
+    bytes_in: of the source's tensors.
+    """
 
     def __init__(self, form: Form, splitter: Splitter, policy: Policy) -> None:
         self.inner = form
@@ -53,6 +57,9 @@ class QuantizedForm:
         self.policy = policy
         self.splitter = splitter
         self.changing: dict[str, Converting] = {}
+        self.untouched: dict[str, int] = {}
+        self.bytes_in = 0
+        self._kinds: dict[Any, Converting] = {}
         self._find()
 
     @property
@@ -70,32 +77,47 @@ class QuantizedForm:
 
     def _find(self) -> None:
         """Which modules change. Raises what makes the job impossible, before anything is written."""
-        found: dict[str, tuple[tuple[str, Kind], ...]] = {}
-        names: dict[str, TensorName] = {}
+        modules: dict[str, tuple[tuple[str, Kind], ...]] = {}
         interned: dict[Any, Any] = {}
         for text, kind in self.inner.items():
-            name = parse_name(text)
-            if name is None or self.policy.choice(name).scheme == "keep":
-                continue
-            path = name.module_path
-            names.setdefault(path, name)
-            parts = (*found.get(path, ()), (sys.intern(name.part), kind))
-            found[path] = interned.setdefault(parts, parts)
-        for path, parts in found.items():
-            converting = self._converting(path, names[path], parts)
+            self.bytes_in += TensorOut(text, kind.dtype, kind.shape).nbytes
+            path, part = module_and_part(text)
+            parts = (*modules.get(path, ()), (part, kind))
+            modules[path] = interned.setdefault(parts, parts)
+        of_experts = self.policy.components.get("experts", Choice())
+        for path, parts in modules.items():
+            if ".experts." in path and not self.policy.rules:
+                name, choice, component = None, of_experts, "routed_experts"
+            else:
+                name = parse_name(f"{path}.{parts[0][0]}")
+                choice, component = (self.policy.choice(name) if name else Choice()), component_of(name)
+            converting = None if choice.scheme == "keep" else self._converting(path, component, parts, choice)
             if converting is not None:
-                self.changing[path] = interned.setdefault(converting, converting)
-        self._check_experts()
+                self.changing[path] = converting
+            elif _is_matrix(parts):
+                self.untouched[component] = self.untouched.get(component, 0) + 1
+        if self.policy.rules:
+            self._check_experts(modules)
 
-    def _converting(self, path: str, name: TensorName, parts: tuple[tuple[str, Kind], ...]) -> Converting | None:
-        choice = self.policy.choice(name)
-        specs = dict(parts)
-        if not any(part.startswith("weight") for part in specs) or _is_vector(specs):
+    def _converting(
+        self, path: str, component: str, parts: tuple[tuple[str, Kind], ...], choice: Choice
+    ) -> Converting | None:
+        """What a module becomes; None where it is no matrix, or stored so already."""
+        if not _is_matrix(parts):
             if any(rule.match == path for rule in self.policy.rules):
                 raise UnsupportedError(f"{path} is no matrix, so {choice.scheme} does not apply", hint="leave it out")
             return None
+        flat = any(part.startswith("weight.") for part, _ in parts)  # their shapes do not tell the matrix's
+        key = (path if flat else component, parts, choice)
+        if key not in self._kinds:
+            made = self._convert_kind(path, dict(parts), choice)
+            if made is None:
+                return None
+            self._kinds[key] = made
+        return self._kinds[key]
+
+    def _convert_kind(self, path: str, specs: dict[str, Kind], choice: Choice) -> Converting | None:
         scheme = formats.detect(specs, where=path)
-        shape = formats.logical_shape(scheme, specs)
         if scheme == choice.scheme and scheme in NATIVE:
             return None
         if scheme not in NATIVE and choice.scheme != "bf16":
@@ -103,16 +125,17 @@ class QuantizedForm:
                 f"{path} is stored as {scheme} already: {choice.scheme} would quantize it twice",
                 hint=f"start from the release, leave the option out to keep {scheme}, or decode it with bf16 first",
             )
-        if shape is None:
-            shape = self._logical_shape(path)
+        rows, columns = formats.logical_shape(scheme, specs) or self._logical_shape(path)
         exempt = f'keep it by a rule of a recipe: match = "re:.*{path.rpartition(".")[2]}", scheme = "keep"'
-        formats.check_shape(choice.scheme, shape, group_size=choice.group_size, where=path, hint=exempt)
+        formats.check_shape(choice.scheme, (rows, columns), group_size=choice.group_size, where=path, hint=exempt)
         outputs = formats.stored_tensors(
-            choice.scheme, shape, group_size=choice.group_size, dtype=_DTYPES.get(scheme, self.config.dtype)
+            choice.scheme,
+            (rows, columns),
+            group_size=choice.group_size,
+            dtype=_DTYPES.get(scheme, self.config.dtype),
         )
-        made = tuple((part, Kind(dtype, size)) for part, (dtype, size) in outputs.items())
-        rows, columns = shape
-        return Converting(scheme, (rows, columns), tuple(sorted(parts)), choice, made)
+        made = {part: Kind(dtype, size) for part, (dtype, size) in outputs.items()}
+        return Converting(scheme, (rows, columns), tuple(sorted(specs.items())), choice, made)
 
     def _logical_shape(self, path: str) -> tuple[int, ...]:
         """[out, in] that the configuration implies, for storage that does not tell it (nf4, fp4)."""
@@ -123,43 +146,39 @@ class QuantizedForm:
                 return (entry.shape[0], entry.shape[1] * 2) if entry.dtype == "U8" else entry.shape
         raise CheckpointCorrupt(f"{path} is no module that this configuration implies", hint="k3tool inspect lists it")
 
-    def _check_experts(self) -> None:
+    def _check_experts(self, modules: Mapping[str, Any]) -> None:
         """All experts of a layer must end up alike: engines stack them. Raises UsageError naming the layer."""
-        if not any(".experts." in path for path in self.changing):
-            return
-        made: dict[int, dict[tuple[Any, ...], str]] = defaultdict(dict)
-        for text, _ in self.inner.items():
-            name = parse_name(text)
-            if name is not None and name.layer is not None and name.expert is not None:
-                converting = self.changing.get(name.module_path)
-                key = ("kept",) if converting is None else (converting.choice, converting.scheme)
-                made[name.layer].setdefault(key, name.module_path)
-                if len(made[name.layer]) > 1:
-                    one, other = made[name.layer].values()
-                    raise UsageError(
-                        f"layer {name.layer}: {one} and {other} would be stored differently",
-                        hint="give all routed experts of a layer the same scheme",
-                    )
+        made: dict[int, dict[Any, str]] = defaultdict(dict)
+        for path in modules:
+            name = parse_name(path + ".weight") if ".experts." in path else None
+            if name is None or name.layer is None or name.expert is None:
+                continue
+            converting = self.changing.get(path)
+            made[name.layer].setdefault(converting and (converting.choice, converting.scheme), path)
+            if len(made[name.layer]) > 1:
+                one, other = made[name.layer].values()
+                raise UsageError(
+                    f"layer {name.layer}: {one} and {other} would be stored differently",
+                    hint="give all routed experts of a layer the same scheme",
+                )
 
     def items(self) -> Iterator[tuple[str, Kind]]:
         """Every tensor as it will be; what replaces a module comes where its first part stood."""
         seen: set[str] = set()
         for text, kind in self.inner.items():
-            name = parse_name(text)
-            converting = self.changing.get(name.module_path) if name else None
-            if name is None or converting is None:
+            path, _ = module_and_part(text)
+            converting = self.changing.get(path)
+            if converting is None:
                 yield text, kind
-            elif name.module_path not in seen:
-                seen.add(name.module_path)
-                for part, made in converting.outputs:
-                    yield f"{name.module_path}.{part}", made
+            elif path not in seen:
+                seen.add(path)
+                for part, made in converting.outputs.items():
+                    yield f"{path}.{part}", made
 
     def kind(self, name: str) -> Kind:
-        found = parsed(name)
-        converting = self.changing.get(found.module_path)
-        if converting is None:
-            return self.inner.kind(name)
-        return dict(converting.outputs)[found.part]
+        path, part = module_and_part(name)
+        converting = self.changing.get(path)
+        return self.inner.kind(name) if converting is None else converting.outputs[part]
 
 
 class QuantizingResharder(Resharder):
@@ -174,7 +193,7 @@ class QuantizingResharder(Resharder):
     def job(self, path: str, names: Sequence[str], size: int, *, tp_rank: int = 0, batch: str = "") -> FileJob:
         items = self._items(names)
         read = memory = 0
-        measured: dict[Any, tuple[int, int]] = {}
+        measured: dict[tuple[Converting, ...], tuple[int, int]] = {}
         for item in items:
             if isinstance(item, str):
                 kind = self.form.kind(item)
@@ -194,7 +213,7 @@ class QuantizingResharder(Resharder):
         for _, run in groupby(names, key=unit_of):
             groups: dict[str, list[str]] = {}
             for text in run:
-                path = parsed(text).module_path
+                path, _ = module_and_part(text)
                 converting = self.quantized.changing.get(path)
                 if converting is None:
                     items.append(text)
@@ -222,7 +241,7 @@ class QuantizingResharder(Resharder):
                 inputs.append(Input(part, kind, tuple(_extents(region) for region in regions), axis))
                 needs.extend(regions)
             cuts = []
-            for part, kind in converting.outputs:
+            for part, kind in converting.outputs.items():
                 cut, axis, first, last = self._cut(f"{path}.{part}", kind, tp_rank)
                 cuts.append((part, axis, first, last))
                 outputs.append(TensorOut(f"{path}.{part}", kind.dtype, cut.shape(kind.shape)))
@@ -347,6 +366,13 @@ def _extents(region: Region) -> tuple[int, ...]:
     return (*region.shape[: region.axis], region.size, *region.shape[region.axis + 1 :]) if region.shape else ()
 
 
-def _is_vector(specs: Mapping[str, Kind]) -> bool:
-    """A module of one `weight` that is no matrix: norms, convolutions, patch embeddings."""
-    return set(specs) == {"weight"} and len(specs["weight"].shape) != 2
+def module_and_part(text: str) -> tuple[str, str]:
+    """The module path and the part of a tensor's name; (name, "") where there is no weight. No grammar is checked."""
+    at = text.find(".weight")
+    return (text, "") if at < 0 else (text[:at], text[at + 1 :])
+
+
+def _is_matrix(parts: tuple[tuple[str, Kind], ...]) -> bool:
+    """Not one `weight` of another rank (norms, convolutions, patch embeddings), and not `A_log` or a bias."""
+    (part, kind), *others = parts
+    return bool(part) and (bool(others) or part != "weight" or len(kind.shape) == 2)

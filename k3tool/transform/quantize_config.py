@@ -60,12 +60,14 @@ class Section(NamedTuple):
 
 
 def summarize(items: Iterable[tuple[str, Kind]]) -> Summary:
-    """What is stored how, from the names and kinds of all tensors. One expert of a layer stands for all."""
+    """What is stored how, from the names and kinds of all tensors. The first expert of a layer stands for all."""
     from k3tool import formats
 
     parts: dict[tuple[str, int | None, str], dict[str, Kind]] = defaultdict(dict)
     chosen: dict[tuple[str, int | None], str] = {}
     for text, kind in items:
+        if ".experts." in text and ".experts.0." not in text:
+            continue
         name = parse_name(text)
         if name is None or not name.part.startswith("weight"):
             continue
