@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -20,6 +21,10 @@ for _name in ("HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE", "K3TOOL_DEBUG"):
 # A shell that starts the tests in the background makes them, and every process they start, deaf to interrupts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# A busy machine is not a failure.
+settings.register_profile("house", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("house")
 
 HERE = Path(__file__).parent
 SHARED = HERE.parent.parent / "shared"
