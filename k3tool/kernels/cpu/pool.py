@@ -41,6 +41,7 @@ class Pool:
         self.threads = max(1, min(threads, MAX_THREADS))
         library = _library()
         self._run = library.function("run", 4)
+        self._play = library.function("play", 3)
         self._work = library.function("work", 3, returns=True)
         self._memory = ctypes.create_string_buffer(_PARKED + 64 * MAX_THREADS + 64)
         self._control = -(-ctypes.addressof(self._memory) // 64) * 64
@@ -76,11 +77,20 @@ class Pool:
         """Call `function(arguments, chunk, chunks, thread)` for every chunk below `chunks`, at most MAX_CHUNKS."""
         with self._lock:
             if chunks > 1:
-                for _, wake, parked in self._workers:
-                    if parked.value:
-                        parked.value = 0
-                        wake.release()
+                self._wake()
             self._run(self._control, function, arguments, chunks)
+
+    def play(self, table: int, count: int) -> None:
+        """Do `count` jobs one after the other: `table` holds function, arguments and chunks of each."""
+        with self._lock:
+            self._wake()
+            self._play(self._control, table, count)
+
+    def _wake(self) -> None:
+        for _, wake, parked in self._workers:
+            if parked.value:
+                parked.value = 0
+                wake.release()
 
     def close(self) -> None:
         """Let the workers end and wait for them."""
@@ -128,20 +138,38 @@ def _claim_and_call(emitter: Emitter, control: Value, thread: Value) -> Value:
     return finished
 
 
+def _do_job(emitter: Emitter, control: Value, function: Value, arguments: Value, chunks: Value) -> None:
+    """Publish a job, help with it, wait for what others took. One chunk is done on the spot."""
+    alone = chunks.equals(1)
+    with emitter.when(alone):
+        emitter.call_address(function, arguments, emitter.number(0), chunks, emitter.number(0))
+    with emitter.otherwise(alone):
+        emitter.store(function, control + _FUNCTION)
+        emitter.store(arguments, control + _ARGUMENTS)
+        emitter.store(emitter.number(0), control + _DONE)
+        sequence = (emitter.load(I64, control + _STATE) >> 32) + 1
+        _atomic_store(emitter, (sequence << 32) | (chunks << 16), control + _STATE)
+        with emitter.repeat() as leave:
+            leave(_claim_and_call(emitter, control, emitter.number(0)))
+        with emitter.repeat() as leave:
+            leave(_atomic_load(emitter, control + _DONE) >= chunks)
+            _pause(emitter)
+
+
 def _emit_run(module: ir.Module) -> None:
-    """run(control, function, arguments, chunks): publish a job, help with it, wait for what others took."""
+    """run(control, function, arguments, chunks): one job."""
     emitter = Emitter(module, "run", 4)
-    control, function, arguments, chunks = emitter.params
-    emitter.store(function, control + _FUNCTION)
-    emitter.store(arguments, control + _ARGUMENTS)
-    emitter.store(emitter.number(0), control + _DONE)
-    sequence = (emitter.load(I64, control + _STATE) >> 32) + 1
-    _atomic_store(emitter, (sequence << 32) | (chunks << 16), control + _STATE)
-    with emitter.repeat() as leave:
-        leave(_claim_and_call(emitter, control, emitter.number(0)))
-    with emitter.repeat() as leave:
-        leave(_atomic_load(emitter, control + _DONE) >= chunks)
-        _pause(emitter)
+    _do_job(emitter, *emitter.params)
+    emitter.finish()
+
+
+def _emit_play(module: ir.Module) -> None:
+    """play(control, table, count): `count` jobs, each a function, its arguments and its chunks, one after the other."""
+    emitter = Emitter(module, "play", 3)
+    control, table, count = emitter.params
+    with emitter.loop(0, count) as index:
+        function, arguments, chunks = (emitter.load(I64, table + index * 24 + 8 * field) for field in range(3))
+        _do_job(emitter, control, function, arguments, chunks)
     emitter.finish()
 
 
@@ -164,6 +192,7 @@ def _emit_work(module: ir.Module) -> None:
 def _library() -> target.Library:
     module = ir.Module(name="k3tool.pool")
     _emit_run(module)
+    _emit_play(module)
     _emit_work(module)
     return target.Library(module, target.host())
 

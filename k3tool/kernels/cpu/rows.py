@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from k3tool.kernels.cpu import pool, target
+from k3tool.kernels.cpu import pool, tape, target
 from k3tool.kernels.cpu.emit import F32, I16, I32, I64, Emitter, Value, vector
 from k3tool.kernels.cpu.numeric import float_of, from_bfloat16, round_bfloat16, to_bfloat16
 
@@ -98,15 +98,23 @@ class Job:
     def __init__(self, library: target.Library, name: str, fields: tuple[str, ...]) -> None:
         self._library = library  # owns the machine code
         self._function = library.address(name)
+        self._fields = fields
         self._block = (ctypes.c_int64 * len(fields))()
         self._address = ctypes.addressof(self._block)
         self.lock = threading.Lock()
 
-    def run(self, chunks: int, *values: int) -> None:
-        """Fill the arguments in order and do all chunks."""
+    def run(self, chunks: int, *values: int, **growth: int) -> None:
+        """Fill the arguments in order and do all chunks.
+
+        growth: fields that depend on the position in the sequence, and by how much each grows with it.
+        """
         with self.lock:
             self._block[:] = values
             pool.shared().run(self._function, self._address, chunks)
+        recorder = tape.current()
+        if recorder is not None:
+            moves = tuple((self._fields.index(field), step) for field, step in growth.items())
+            recorder.note(self._function, values, chunks, moves)
 
 
 def arguments(e: Emitter, fields: tuple[str, ...]) -> dict[str, Value]:

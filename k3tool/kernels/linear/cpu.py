@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from functools import cache
 
 import torch
@@ -11,9 +10,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from k3tool.kernels.cpu import pool, product, target
-from k3tool.kernels.cpu.emit import I64, Emitter, Value
+from k3tool.kernels.cpu.emit import Emitter, Value
 from k3tool.kernels.cpu.formats import Format, Plain, RowAddress
 from k3tool.kernels.cpu.product import BLOCK_ROWS, DEPTH, Tiling
+from k3tool.kernels.cpu.rows import Job, arguments
 from k3tool.kernels.cpu.scratch import Scratch
 from k3tool.kernels.linear import reference
 
@@ -32,14 +32,10 @@ _FIELDS = (
 )  # fmt: skip
 
 
-def _arguments(e: Emitter) -> dict[str, Value]:
-    return {name: e.load(I64, e.params[0] + 8 * index) for index, name in enumerate(_FIELDS)}
-
-
 def _emit_vector_product(module: ir.Module, format_: Format) -> None:
     """One token: chunks are ranges of rows, four at a time. Each chunk widens x for itself."""
     e = Emitter(module, "vector", 4)
-    a = _arguments(e)
+    a = arguments(e, _FIELDS)
     _, chunk, chunks, thread = e.params
     row_bytes = format_.weight_bytes(a["columns"])
     is_bfloat16 = a["bfloat16"] > 0
@@ -68,7 +64,7 @@ def _emit_vector_product(module: ir.Module, format_: Format) -> None:
 def _emit_pack(module: ir.Module, format_: Format, tile: Tiling) -> None:
     """x as panels, one tile of tokens a chunk."""
     e = Emitter(module, "pack", 4)
-    a = _arguments(e)
+    a = arguments(e, _FIELDS)
     first, last_token = e.params[1] * tile.tokens, a["tokens"] - 1
     tokens = [e.smaller(first + lane, last_token) for lane in range(tile.tokens)]
     depth = (a["columns"] + (format_.block - 1)) // format_.block * format_.block
@@ -81,7 +77,7 @@ def _emit_matrix_product(module: ir.Module, format_: Format, tile: Tiling, micro
     """Many tokens: chunks are blocks of rows."""
     block_product = product.emit_block_product(module, format_, tile, micros)
     e = Emitter(module, "matrix", 4)
-    a = _arguments(e)
+    a = arguments(e, _FIELDS)
     _, chunk, _, thread = e.params
     first = chunk * a["block_rows"]
     rows = e.smaller(a["rows"] - first, a["block_rows"])
@@ -101,7 +97,7 @@ _FORMATS = {torch.bfloat16: ("bfloat16", 2), torch.float16: ("float16", 2), torc
 
 
 class _Compiled:
-    """Compiled functions for one weight dtype and the argument block they share, guarded by the scratch lock."""
+    """Compiled functions for one weight dtype and their working memory."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         machine = target.host()
@@ -112,10 +108,8 @@ class _Compiled:
         _emit_pack(module, format_, self.tile)
         _emit_vector_product(module, format_)
         _emit_matrix_product(module, format_, self.tile, product.emit_micros(module, self.tile))
-        library = self._library = target.Library(module, machine)
-        self.pack, self.vector, self.matrix = (library.address(name) for name in ("pack", "vector", "matrix"))
-        self.arguments = (ctypes.c_int64 * len(_FIELDS))()
-        self.address = ctypes.addressof(self.arguments)
+        library = target.Library(module, machine)
+        self.pack, self.vector, self.matrix = (Job(library, name, _FIELDS) for name in ("pack", "vector", "matrix"))
         self.scratch = Scratch()
 
 
@@ -157,11 +151,10 @@ def _one_token(compiled: _Compiled, x: Tensor, weight: Tensor, out: Tensor) -> N
     rows, columns = weight.shape
     row_bytes = 4 * (columns + compiled.block) // 64 * 64 + 64
     scratch = compiled.scratch.address("row", row_bytes * workers.threads)
-    compiled.arguments[:9] = (
-        x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, columns, 1, x.dtype == torch.bfloat16, scratch,
-        row_bytes,
+    compiled.vector.run(
+        _chunks(rows * columns, workers.threads), x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, columns, 1,
+        x.dtype == torch.bfloat16, scratch, row_bytes, 0, 0, 0,
     )  # fmt: skip
-    workers.run(compiled.vector, compiled.address, _chunks(rows * columns, workers.threads))
 
 
 def _chunks(weights: int, threads: int) -> int:
@@ -181,9 +174,9 @@ def _many_tokens(compiled: _Compiled, x: Tensor, weight: Tensor, out: Tensor) ->
     block_rows = product.balanced_rows(rows, workers.threads)
     for first in range(0, tokens, TOKENS_AT_ONCE):
         count = min(TOKENS_AT_ONCE, tokens - first)
-        compiled.arguments[:] = (
+        values = (
             x[first].data_ptr(), weight.data_ptr(), out.data_ptr() + out.element_size() * first * rows, rows, columns,
             count, x.dtype == torch.bfloat16, scratch, scratch_bytes, panel, block_rows, x.stride(0),
         )  # fmt: skip
-        workers.run(compiled.pack, compiled.address, -(-count // compiled.tile.tokens))
-        workers.run(compiled.matrix, compiled.address, -(-rows // block_rows))
+        compiled.pack.run(-(-count // compiled.tile.tokens), *values)
+        compiled.matrix.run(-(-rows // block_rows), *values)

@@ -36,10 +36,6 @@ def experts_forward(
         raise ValueError(f"ids must be int64 and weights float32, found {ids.dtype} and {weights.dtype}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {ACTIVATIONS}, found {activation!r}")
-    if x.is_cpu and ids.numel():  # reading them back from a GPU would stop it
-        low, high = ids.aminmax()
-        if int(low) < 0 or int(high) >= experts.num_experts:
-            raise ValueError(f"expert ids must lie in 0..{experts.num_experts - 1}, found {int(low)}..{int(high)}")
     return twin("moe", "experts_forward", x)(x, experts, ids, weights, activation, beta, linear_beta)
 
 

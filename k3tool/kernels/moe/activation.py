@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import threading
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -11,34 +10,37 @@ from llvmlite import ir
 from torch import Tensor
 
 from k3tool.kernels.cpu import pool, target
-from k3tool.kernels.cpu.emit import F32, I16, I64, Emitter, Value, vector
+from k3tool.kernels.cpu.emit import F32, I16, Emitter, Value, vector
 from k3tool.kernels.cpu.numeric import from_bfloat16, sigmoid, tanh
 from k3tool.kernels.cpu.product import store_activations
+from k3tool.kernels.cpu.rows import Job, arguments, float_argument, float_bits
 
 COLUMNS_AT_ONCE = 1024  # of a chunk
-_FIELDS = ("gate", "up", "out", "rows", "columns", "gate_step", "up_step", "bfloat16", "silu", "caps")
+CAPS = ("beta", "of_beta", "linear_beta", "of_linear_beta")
+_FIELDS = ("gate", "up", "out", "rows", "columns", "gate_step", "up_step", "bfloat16", "silu", *CAPS)
 
 
-def gated(e: Emitter, gate: Value, up: Value, is_silu: Value, caps: Value) -> Value:
-    """Float32 vectors. `caps` is the address of beta, 1 / beta, linear_beta and 1 / linear_beta."""
+def gated(e: Emitter, gate: Value, up: Value, is_silu: Value, caps: Sequence[Value]) -> Value:
+    """Float32 vectors. `caps` are the arguments of those names: the caps of SiTU and one over each."""
     likelihood = sigmoid(e, gate)
     result = e.variable(gate)
     with e.when(is_silu):
         result.set(gate * likelihood * up)
     with e.otherwise(is_silu):
-        beta, of_beta, linear, of_linear = (e.splat(e.load(F32, caps + 4 * i), gate.type.count) for i in range(4))
+        beta, of_beta, linear, of_linear = (e.splat(float_argument(e, cap), gate.type.count) for cap in caps)
         result.set(beta * tanh(e, gate * of_beta) * likelihood * (linear * tanh(e, up * of_linear)))
     return result.get()
 
 
-def caps_of(beta: float, linear_beta: float) -> ctypes.Array[ctypes.c_float]:
-    return (ctypes.c_float * 4)(beta, 1 / beta, linear_beta, 1 / linear_beta)
+def caps_of(beta: float, linear_beta: float) -> tuple[int, ...]:
+    """The arguments named in CAPS."""
+    return tuple(float_bits(value) for value in (beta, 1 / beta, linear_beta, 1 / linear_beta))
 
 
 def _emit(module: ir.Module, lanes: int) -> None:
     """Chunks are (row, stretch of columns)."""
     e = Emitter(module, "activate", 4)
-    a = {name: e.load(I64, e.params[0] + 8 * index) for index, name in enumerate(_FIELDS)}
+    a = arguments(e, _FIELDS)
     is_bfloat16, is_silu = a["bfloat16"] > 0, a["silu"] > 0
     stretches = (a["columns"] + (COLUMNS_AT_ONCE - 1)) // COLUMNS_AT_ONCE
     row, stretch = e.params[1] // stretches, e.params[1] % stretches
@@ -56,7 +58,7 @@ def _emit(module: ir.Module, lanes: int) -> None:
 
     def step(column: Value, wide: int) -> None:
         gate, up = (load(a[name], start + column, wide) for name, start in zip(("gate", "up"), starts, strict=True))
-        value = gated(e, gate, up, is_silu, a["caps"])
+        value = gated(e, gate, up, is_silu, [a[cap] for cap in CAPS])
         store_activations(e, value, a["out"], row * a["columns"] + column, is_bfloat16)
 
     whole = first + (last - first) // lanes * lanes
@@ -67,19 +69,11 @@ def _emit(module: ir.Module, lanes: int) -> None:
     e.finish()
 
 
-class _Compiled:
-    def __init__(self) -> None:
-        module = ir.Module(name="k3tool.activation")
-        _emit(module, target.host().float_lanes)
-        self._library = target.Library(module, target.host())
-        self.function = self._library.address("activate")
-        self.arguments = (ctypes.c_int64 * len(_FIELDS))()
-        self.lock = threading.Lock()
-
-
 @cache
-def _compiled() -> _Compiled:
-    return _Compiled()
+def _job() -> Job:
+    module = ir.Module(name="k3tool.activation")
+    _emit(module, target.host().float_lanes)
+    return Job(target.Library(module, target.host()), "activate", _FIELDS)
 
 
 def gated_activation(gate: Tensor, up: Tensor, activation: str, beta: float, linear_beta: float) -> Tensor:
@@ -90,16 +84,14 @@ def gated_activation(gate: Tensor, up: Tensor, activation: str, beta: float, lin
     columns = gate.shape[-1]
     gate, up = (tensor.reshape(-1, columns) for tensor in (gate, up))
     gate, up = (tensor if tensor.stride(1) == 1 or columns == 1 else tensor.contiguous() for tensor in (gate, up))
-    rows, caps, compiled = gate.shape[0], caps_of(beta, linear_beta), _compiled()
+    rows, caps = gate.shape[0], caps_of(beta, linear_beta)
     stretches = -(-columns // COLUMNS_AT_ONCE)
     at_once = max(1, pool.MAX_CHUNKS // stretches)
-    with compiled.lock:
-        for first in range(0, rows, at_once):
-            count = min(at_once, rows - first)
-            compiled.arguments[:] = (
-                gate[first].data_ptr(), up[first].data_ptr(), out.data_ptr() + first * columns * out.element_size(),
-                count, columns, gate.stride(0), up.stride(0), gate.dtype == torch.bfloat16, activation == "silu",
-                ctypes.addressof(caps),
-            )  # fmt: skip
-            pool.shared().run(compiled.function, ctypes.addressof(compiled.arguments), count * stretches)
+    for first in range(0, rows, at_once):
+        count = min(at_once, rows - first)
+        _job().run(
+            count * stretches, gate[first].data_ptr(), up[first].data_ptr(),
+            out.data_ptr() + first * columns * out.element_size(), count, columns, gate.stride(0), up.stride(0),
+            gate.dtype == torch.bfloat16, activation == "silu", *caps,
+        )  # fmt: skip
     return out

@@ -15,13 +15,14 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from k3tool.kernels.cpu import pool, product, target
+from k3tool.kernels.cpu import pool, product, tape, target
 from k3tool.kernels.cpu.formats import Format, Fp4, Plain
 from k3tool.kernels.cpu.product import BLOCK_ROWS, DEPTH
+from k3tool.kernels.cpu.rows import Job
 from k3tool.kernels.cpu.scratch import Scratch
 from k3tool.kernels.moe import emit
-from k3tool.kernels.moe.activation import caps_of, gated_activation
-from k3tool.kernels.moe.experts import DenseExperts, Experts, PackedExperts
+from k3tool.kernels.moe.activation import CAPS, caps_of, gated_activation
+from k3tool.kernels.moe.experts import DenseExperts, Experts, PackedExperts, check_ids
 from k3tool.kernels.mxfp4 import reference as fp4
 
 __all__ = ["experts_forward", "gated_activation"]
@@ -34,30 +35,34 @@ _PLAIN = {torch.bfloat16: ("bfloat16", 2), torch.float16: ("float16", 2), torch.
 
 
 class _Compiled:
-    """Compiled functions for one storage format and the argument block they share, guarded by the scratch lock."""
+    """Compiled functions for one storage format and their working memory."""
 
     def __init__(self, format_: Format) -> None:
         machine = target.host()
         self.format, self.tile = format_, product.tiling(machine)
         module = ir.Module(name=f"k3tool.moe.{format_.name}")
         block_product = product.emit_block_product(module, format_, self.tile, product.emit_micros(module, self.tile))
-        for one_token in (emit.emit_gate_up, emit.emit_down):
+        for one_token in (emit.emit_order, emit.emit_gate_up, emit.emit_down):
             one_token(module, format_, self.tile)
         for many_tokens in (emit.emit_expand, emit.emit_contract):
             many_tokens(module, format_, self.tile, block_product)
-        library = self._library = target.Library(module, machine)
-        self.gate_up, self.down = (library.address(name) for name in ("gate_up", "down"))
-        self.expand, self.contract = (library.address(name) for name in ("expand", "contract"))
-        self.call = (ctypes.c_int64 * len(emit.CALL))()
-        self.address = ctypes.addressof(self.call)
+        library = target.Library(module, machine)
+        self.order, self.gate_up, self.down, self.expand, self.contract = (
+            Job(library, name, emit.CALL) for name in ("order", "gate_up", "down", "expand", "contract")
+        )
         self.scratch = Scratch()
 
-    def set(self, **fields: int) -> None:
-        for name, value in fields.items():
-            self.call[_INDEX[name]] = value
 
+@dataclass(frozen=True)
+class _Call:
+    """The arguments that all jobs of one call share; `run` adds those of a job."""
 
-_INDEX = {name: index for index, name in enumerate(emit.CALL)}
+    compiled: _Compiled
+    shared: dict[str, int]
+
+    def run(self, job: Job, chunks: int, **own: int) -> None:
+        values = {**self.shared, **own}
+        job.run(chunks, *(values.get(field, 0) for field in emit.CALL))
 
 
 @cache
@@ -114,18 +119,20 @@ def experts_forward(
     """x [T, D], ids [T, K], weights [T, K] -> [T, D] float32. See the public twin."""
     if ids.numel() == 0:
         return torch.zeros(x.shape, dtype=torch.float32)
+    if tape.current() is None:
+        check_ids(ids, experts.num_experts)
     layer = _layer(experts)
-    compiled = layer.compiled
-    with compiled.scratch.lock:
-        caps = caps_of(beta, linear_beta)
-        compiled.set(
-            layer=ctypes.addressof(layer.arguments),
-            caps=ctypes.addressof(caps),
-            round=x.dtype == torch.bfloat16,
-            silu=activation == "silu",
-        )
-        run = _grouped if _has_crowds(ids, experts.num_experts) else _token_by_token
-        return run(compiled, experts, x if x.stride(1) == 1 else x.contiguous(), ids, weights)
+    shared = {
+        "layer": ctypes.addressof(layer.arguments),
+        "num_experts": experts.num_experts,
+        "round": x.dtype == torch.bfloat16,
+        "silu": activation == "silu",
+        **dict(zip(CAPS, caps_of(beta, linear_beta), strict=True)),
+    }
+    run = _grouped if _has_crowds(ids, experts.num_experts) else _token_by_token
+    x = x if x.stride(1) == 1 else x.contiguous()
+    with layer.compiled.scratch.lock:
+        return run(_Call(layer.compiled, shared), experts, x, ids.contiguous(), weights.contiguous())
 
 
 def _has_crowds(ids: Tensor, num_experts: int) -> bool:
@@ -135,33 +142,32 @@ def _has_crowds(ids: Tensor, num_experts: int) -> bool:
     return ids.numel() >= GROUPED_FROM * num_experts or ids.numel() >= GROUPED_FROM * ids.unique().numel()
 
 
-def _token_by_token(compiled: _Compiled, experts: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    workers, count = pool.shared(), ids.shape[1]
+def _token_by_token(call: _Call, experts: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    compiled, workers, count = call.compiled, pool.shared(), ids.shape[1]
     out = torch.empty(x.shape, dtype=torch.float32)
     depth, inner = (product.padded(n, compiled.format) for n in (experts.hidden_size, experts.intermediate_size))
-    slot_ids, slot_weights = (ctypes.c_int64 * count)(), (ctypes.c_float * count)()
-    compiled.set(
-        count=count,
-        experts=ctypes.addressof(slot_ids),
-        weights=ctypes.addressof(slot_weights),
-        scratch=compiled.scratch.address("row", 4 * depth * workers.threads),
-        scratch_bytes=4 * depth,
-        hidden=compiled.scratch.address("hidden", 4 * inner * count),
-    )
-    units = count * inner // compiled.format.block
+    slots = compiled.scratch.address("slots", 12 * count)
+    own = {
+        "count": count,
+        "experts": slots,
+        "weights": slots + 8 * count,
+        "scratch": compiled.scratch.address("row", 4 * depth * workers.threads),
+        "scratch_bytes": 4 * depth,
+        "hidden": compiled.scratch.address("hidden", 4 * inner * count),
+    }
     parts = 1 if workers.threads == 1 else 4 * workers.threads
-    for token, (token_ids, token_weights) in enumerate(zip(ids.tolist(), weights.tolist(), strict=True)):
-        order = sorted(range(count), key=token_ids.__getitem__)
-        slot_ids[:] = [token_ids[slot] for slot in order]
-        slot_weights[:] = [token_weights[slot] for slot in order]
-        compiled.set(x=x[token].data_ptr(), out=out[token].data_ptr())
-        workers.run(compiled.gate_up, compiled.address, min(2 * parts, units))
-        workers.run(compiled.down, compiled.address, min(parts, experts.hidden_size))
+    units = count * inner // compiled.format.block
+    for token in range(x.shape[0]):
+        own |= {"x": x[token].data_ptr(), "out": out[token].data_ptr()}
+        given = {"ids": ids[token].data_ptr(), "given": weights[token].data_ptr()}
+        call.run(compiled.order, 1, **own, **given)
+        call.run(compiled.gate_up, min(2 * parts, units), **own)
+        call.run(compiled.down, min(parts, experts.hidden_size), **own)
     return out
 
 
-def _grouped(compiled: _Compiled, experts: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    workers = pool.shared()
+def _grouped(call: _Call, experts: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    compiled, workers = call.compiled, pool.shared()
     out = torch.zeros(x.shape, dtype=torch.float32)
     sorted_ids, order = ids.flatten().sort(stable=True)
     tokens = order // ids.shape[1]
@@ -171,28 +177,27 @@ def _grouped(compiled: _Compiled, experts: Experts, x: Tensor, ids: Tensor, weig
     panel_bytes = 4 * depth * -(-ITEM_TOKENS // tile) * tile
     c_bytes = 4 * BLOCK_ROWS * -(-ITEM_TOKENS // tile) * tile
     scratch_bytes = panel_bytes + 4 * BLOCK_ROWS * DEPTH + 2 * c_bytes
-    compiled.set(
-        x=x.data_ptr(),
-        x_stride=x.stride(0),
-        out=out.data_ptr(),
-        tokens=tokens.data_ptr(),
-        weights=sorted_weights.data_ptr(),
-        scratch=compiled.scratch.address("scratch", scratch_bytes * workers.threads),
-        scratch_bytes=scratch_bytes,
-        panel_bytes=panel_bytes,
-        c_bytes=c_bytes,
-    )
+    own = {
+        "x": x.data_ptr(),
+        "x_stride": x.stride(0),
+        "out": out.data_ptr(),
+        "tokens": tokens.data_ptr(),
+        "weights": sorted_weights.data_ptr(),
+        "scratch": compiled.scratch.address("scratch", scratch_bytes * workers.threads),
+        "scratch_bytes": scratch_bytes,
+        "panel_bytes": panel_bytes,
+        "c_bytes": c_bytes,
+    }
     for items, hidden_bytes in _waves(sorted_ids, tile, inner):
         hidden = compiled.scratch.address("hidden", hidden_bytes)
         numbers = [number for *item, offset in items for number in (*item, hidden + offset)]
         item_block = (ctypes.c_int64 * len(numbers))(*numbers)
         splits = max(1, min(4 * workers.threads // len(items), experts.intermediate_size // BLOCK_ROWS))
+        own |= {"items": ctypes.addressof(item_block), "count": len(items), "splits": splits}
         block = product.balanced_rows(experts.intermediate_size, splits)
-        compiled.set(items=ctypes.addressof(item_block), count=len(items), splits=splits, block_rows=block)
-        workers.run(compiled.expand, compiled.address, len(items) * splits)
+        call.run(compiled.expand, len(items) * splits, **own, block_rows=block)
         block = product.balanced_rows(experts.hidden_size, workers.threads)
-        compiled.set(block_rows=block)
-        workers.run(compiled.contract, compiled.address, -(-experts.hidden_size // block))
+        call.run(compiled.contract, -(-experts.hidden_size // block), **own, block_rows=block)
     return out
 
 

@@ -16,17 +16,17 @@ from k3tool.kernels.cpu.emit import F32, I64, Emitter, Value, vector
 from k3tool.kernels.cpu.formats import Format, RowAddress
 from k3tool.kernels.cpu.numeric import round_bfloat16, transpose
 from k3tool.kernels.cpu.product import BLOCK_ROWS, DEPTH, Tiling
-from k3tool.kernels.moe.activation import gated
+from k3tool.kernels.moe.activation import CAPS, gated
 
 # Argument blocks of 64-bit integers. A layer: addresses of the stacked matrices, of their scales and of one float32
 # factor per expert; of the 256 numbers behind scale bytes; width D and hidden units I.
 LAYER = ("w1", "s1", "d1", "w3", "s3", "d3", "w2", "s2", "d2", "table", "wide", "inner")
-# A call: `experts` and `weights` belong to one token's slots, or `weights` and `tokens` to the sorted slots
-# of all tokens and `items` to runs of them. `caps` are beta, 1 / beta, linear_beta and 1 / linear_beta.
+# A call. One token: `experts` and `weights` are its slots as `order` leaves them, `ids` and `given` as the router did.
+# Many: `weights` and `tokens` belong to the sorted slots of all tokens, `items` to runs of them.
 CALL = (
-    "layer", "x", "out", "count", "experts", "weights", "tokens", "items", "caps", "round", "silu", "hidden",
+    "layer", "x", "out", "count", "experts", "weights", "tokens", "items", "ids", "given", "num_experts", "round", "silu", "hidden",
     "splits", "block_rows", "scratch", "scratch_bytes", "panel_bytes", "c_bytes",
-    "x_stride",
+    "x_stride", *CAPS,
 )  # fmt: skip
 ITEM = ("expert", "start", "count", "hidden")
 
@@ -65,7 +65,7 @@ class _Frame:
         """SiTU or SiLU gating of float32 vectors, rounded on the way in and out."""
         e = self.e
         gate, up = self.rounded(gate), self.rounded(up)
-        return self.rounded(gated(e, gate, up, self.call["silu"] > 0, self.call["caps"]))
+        return self.rounded(gated(e, gate, up, self.call["silu"] > 0, [self.call[cap] for cap in CAPS]))
 
 
 def _frame(module: ir.Module, name: str, format_: Format, tile: Tiling) -> _Frame:
@@ -73,6 +73,33 @@ def _frame(module: ir.Module, name: str, format_: Format, tile: Tiling) -> _Fram
     call = {field: e.load(I64, e.params[0] + 8 * index) for index, field in enumerate(CALL)}
     layer = {field: e.load(I64, call["layer"] + 8 * index) for index, field in enumerate(LAYER)}
     return _Frame(e, format_, tile, call, layer)
+
+
+def emit_order(module: ir.Module, format_: Format, tile: Tiling) -> None:
+    """order: one token's slots in ascending order of expert, equal ones as they came.
+
+    An id that no expert has becomes expert 0 with a weight that is not a number: nothing is read out of bounds, and the
+    result shows it.
+    """
+    frame = _frame(module, "order", format_, tile)
+    e, call = frame.e, frame.call
+    with e.loop(0, call["count"]) as slot:
+        given = e.load(I64, call["ids"] + slot * 8)
+        known = (given >= 0) & (given < call["num_experts"])
+        expert = e.select(known, given, e.number(0))
+        weight = e.select(known, e.load(F32, call["given"] + slot * 4), e.number(float("nan"), F32))
+        place = e.variable(slot)
+        with e.repeat() as leave:
+            leave(place.get() < 1)
+            before = place.get() - 1
+            above = e.load(I64, call["experts"] + before * 8)
+            leave(above <= expert)
+            e.store(above, call["experts"] + place.get() * 8)
+            e.store(e.load(F32, call["weights"] + before * 4), call["weights"] + place.get() * 4)
+            place.set(before)
+        e.store(expert, call["experts"] + place.get() * 8)
+        e.store(weight, call["weights"] + place.get() * 4)
+    e.finish()
 
 
 def emit_gate_up(module: ir.Module, format_: Format, tile: Tiling) -> None:

@@ -115,3 +115,11 @@ class DenseExperts:
 
 
 Experts = PackedExperts | DenseExperts
+
+
+def check_ids(ids: Tensor, num_experts: int) -> None:
+    """Raises ValueError for an id that no expert has."""
+    if ids.numel():
+        low, high = (int(bound) for bound in ids.aminmax())
+        if low < 0 or high >= num_experts:
+            raise ValueError(f"expert ids must lie in 0..{num_experts - 1}, found {low}..{high}")

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from k3tool.kernels.linear.reference import linear
-from k3tool.kernels.moe.experts import Experts
+from k3tool.kernels.moe.experts import Experts, check_ids
 
 
 def gated_activation(gate: Tensor, up: Tensor, activation: str, beta: float, linear_beta: float) -> Tensor:
@@ -33,6 +33,7 @@ def experts_forward(
     linear_beta: float,
 ) -> Tensor:
     """x [T, D], ids [T, K], weights [T, K] -> [T, D] float32. See the public twin."""
+    check_ids(ids, experts.num_experts)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in ids.unique().tolist():
         tokens, slots = torch.nonzero(ids == expert, as_tuple=True)
