@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from k3tool.execute import Options
@@ -206,3 +207,31 @@ def test_killed_at_fifty_moments_it_resumes_to_the_same_bytes(mini: Path, tmp_pa
 def test_one_process_alone_works_as_well(mini: Path, tmp_path: Path) -> None:
     ran = k3tool_process("quantize", mini, tmp_path / "q", "--experts", "bf16", "--json", "--verify")
     assert ran.code == 0 and json.loads(ran.out)["components"]["routed_experts"]["exact_tensors"] == 252
+
+
+EXACT = ({"experts": "nvfp4"}, {"experts": "int8"}, {"experts": "fp8-channel"}, {"experts": "bf16"})
+ROUNDED = (
+    {"experts": "int4", "latent": "nf4"},
+    {"experts": "nf4", "shared": "int8"},
+    {"experts": "fp4", "latent": "int4"},
+)
+
+
+@pytest.mark.parametrize("schemes", EXACT + ROUNDED, ids=lambda schemes: "-".join(schemes.values()))
+def test_run_reads_every_scheme(
+    mini: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], schemes: dict[str, str]
+) -> None:
+    """Exact schemes give the golden logits; the others give logits that are near, for one prompt of random weights."""
+    from safetensors.numpy import load_file
+
+    golden = load_file(mini / "golden.safetensors")
+    quantize(mini, tmp_path / "q", **schemes)  # type: ignore[arg-type]
+    ids = ",".join(str(token) for token in golden["input_ids"])
+    ran = k3tool(
+        capsys, "run", tmp_path / "q", "--input-ids", ids, "--max-new-tokens", 1, "--dtype", "float32",
+        "--logits-out", tmp_path / "logits.safetensors", "--json",
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    logits = load_file(tmp_path / "logits.safetensors")["logits"]
+    distance = np.linalg.norm(logits - golden["logits"]) / np.linalg.norm(golden["logits"])
+    assert distance < 5e-5 if schemes in EXACT else 0.01 < distance < 1.0
