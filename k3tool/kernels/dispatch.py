@@ -26,7 +26,7 @@ from k3tool.errors import UnsupportedError, UsageError
 from k3tool.kernels import cpu as compiled
 
 BACKENDS = ("auto", "triton", "reference")
-KERNELS = ("attn_res", "conv", "kda", "linear", "mla", "moe", "mxfp4", "norm", "router")
+KERNELS = ("attn_res", "conv", "elementwise", "kda", "linear", "mla", "moe", "mxfp4", "norm", "router")
 
 _active: ContextVar[str] = ContextVar("k3tool_backend", default="auto")
 
