@@ -20,6 +20,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -88,16 +89,28 @@ def run(command: list[str]) -> tuple[float, int, str]:
     """(seconds, peak resident bytes, stdout) of a process from cold caches; its data is on the disk at the end."""
     settle()
     began = time.monotonic()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    assert process.stdout
-    out = process.stdout.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    os.sync()
-    seconds = time.monotonic() - began
+    with tempfile.TemporaryFile("w+") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.DEVNULL)
+        peak = 0
+        while process.poll() is None:  # wait4 would count what this process held before the child became another
+            peak = max(peak, peak_of(process.pid))
+            time.sleep(0.02)
+        os.sync()
+        seconds = time.monotonic() - began
+        out.seek(0)
+        text = out.read()
     if process.returncode:
-        raise SystemExit(f"{' '.join(command)} left with {process.returncode}\n{out}")
-    return seconds, usage.ru_maxrss * 1024, out
+        raise SystemExit(f"{' '.join(command)} left with {process.returncode}\n{text}")
+    return seconds, peak, text
+
+
+def peak_of(pid: int) -> int:
+    """The most resident bytes of a running process so far; 0 where it has just ended."""
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return 0
 
 
 def k3tool(*arguments: object) -> list[str]:

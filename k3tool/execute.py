@@ -30,7 +30,7 @@ from k3tool.reclaim import Reclaimer
 from k3tool.units import format_bytes
 from k3tool.worker import Finished, Stopped, Worker, run_threads
 
-BUFFER_BYTES = 4 << 20
+BUFFER_BYTES = 2 << 20
 LEAST_BUFFER_BYTES = 256 << 10
 REMOTE_WINDOW_BYTES = 32 << 20
 INTERPRETER_BYTES = 64 << 20  # what Python and numpy themselves hold, where it cannot be measured

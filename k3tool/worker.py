@@ -24,6 +24,7 @@ from k3tool.checkpoint.writer import AtomicFile
 from k3tool.plan import Compute, Copy, FileJob, Literal, Region, Step, Zeros
 from k3tool.transform.base import Blocks
 
+COPY_BYTES = 512 << 10  # read, hashed and written while it is in the processor's cache
 LOCAL_GAP = 32 << 10  # between wanted rows of a local file: nearer than this, reading through is cheaper than seeking
 
 
@@ -116,7 +117,7 @@ class StepRunner:
             self._scatter([(sink, member)])
 
     def _copy_range(self, sink: Sink, shard: str, offset: int, length: int) -> None:
-        buffer = memoryview(self._in)
+        buffer = memoryview(self._in)[:COPY_BYTES]
         while length:
             block = buffer[: min(length, len(buffer))]
             self._reader.read_into(shard, offset, block)
@@ -161,7 +162,7 @@ class StepRunner:
         return memoryview(self._out)[: rows * width]
 
     def _fan_out(self, sinks: Sequence[Sink], shard: str, offset: int, length: int) -> None:
-        buffer = memoryview(self._in)
+        buffer = memoryview(self._in)[:COPY_BYTES]
         while length:
             block = buffer[: min(length, len(buffer))]
             self._reader.read_into(shard, offset, block)

@@ -431,10 +431,10 @@ def test_memory_is_bounded_by_the_buffers(tmp_path):
 def test_memory_limit_lowers_buffers_and_workers_or_refuses(source, tmp_path):
     prepared = prepare(source, TP2)
     local = LocalSource(source)
-    assert allowance(prepared.plan.jobs, local, Options(max_workers=4)) == (4, 4 << 20)
+    assert allowance(prepared.plan.jobs, local, Options(max_workers=4)) == (4, 2 << 20)
     assert allowance(prepared.plan.jobs, local, Options(max_workers=99))[0] == len(prepared.plan.batches())
     workers, buffer_bytes = allowance(prepared.plan.jobs, local, Options(max_workers=8, max_memory=10**10))
-    assert (workers, buffer_bytes) == (8, 4 << 20)
+    assert (workers, buffer_bytes) == (8, 2 << 20)
     from k3tool.execute import INTERPRETER_BYTES, resident_memory
 
     held = max(resident_memory(), INTERPRETER_BYTES)

@@ -19,6 +19,7 @@ from k3tool.transform.split import TABLE, Splitter, parsed
 from tests.transform import cases
 
 LAYER = "language_model.model.layers."
+PREFIX = LAYER + "1.block_sparse_moe.experts.0."
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +207,17 @@ def test_packed_integers_split_with_their_stored_shape():
     for rank in range(2):
         folder = f"rank-0000{rank}-of-00002"
         assert cases.tensors_of(again, folder) == cases.tensors_of(direct, folder)
+
+
+def test_a_block_that_is_not_full_is_never_cut():
+    """192 columns in blocks of 128 are two scales, which look like groups of 96 but are not."""
+    document = tiny_config(kda_heads=2, mla_heads=2, moe_intermediate_size=192)
+    splitter = Splitter(K3Config.from_dict(document))
+    name = PREFIX + "w2.weight_scale"
+    assert cut_shape(splitter, name, "F32", (1, 2), 1) == (1, 2)
+    with pytest.raises(UnsupportedError, match="192 columns in 2 stored units do not fall into 2 whole shares"):
+        cut_shape(splitter, name, "F32", (1, 2), 2)
+    assert cut_shape(splitter, name, "F32", (1, 1), 2) == (1, 1)  # one scale for all of them
 
 
 def test_states_that_run_across_rows_are_refused_under_tp_but_not_under_ep():
