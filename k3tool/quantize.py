@@ -28,6 +28,7 @@ from k3tool.reshard import prepare as prepare_reshard
 from k3tool.transform import quantize_config, quantize_report
 from k3tool.transform.forms import Opened
 from k3tool.transform.quantize import QuantizedForm, QuantizingResharder
+from k3tool.transform.quantize_card import CARD_NAME, MAX_CARD_BYTES, SOURCE_CARD_NAME, model_card
 from k3tool.transform.quantize_config import Section
 from k3tool.transform.quantize_html import html_page
 from k3tool.transform.quantize_policy import COMPONENTS, Policy, make_policy
@@ -325,10 +326,21 @@ def _closing(
     yield SmallFile(REPORT_NAME, lambda: quantize_report.report_chunks(head, rows))
     for name, document in job.change.section.files.items():
         yield SmallFile(name, _json(document))
+    source_card = _source_card(job.prepared.opened.source)
+    revision = getattr(job.prepared.opened.source, "revision", None)
+    card = model_card(head, revision=revision, command=f"k3tool {job.prepared.plan.command}", source_card=source_card)
     for small in closing_files(job.prepared, report):
+        if small.path == CARD_NAME:
+            small = replace(small, path=SOURCE_CARD_NAME)
         if small.path == CONFIG_NAME:
+            yield SmallFile(CARD_NAME, card.encode())
             small = SmallFile(CONFIG_NAME, _json(job.prepared.opened.form.config.raw))
         yield small
+
+
+def _source_card(source: Source) -> str:
+    size = source.files().get(CARD_NAME, 0)
+    return source.read(CARD_NAME).decode(errors="replace") if 0 < size <= MAX_CARD_BYTES else ""
 
 
 def _check(components: Mapping[str, Mapping[str, Any]], max_rel_error: float | None) -> None:

@@ -473,3 +473,37 @@ def test_modelopt_writes_both_of_its_files(mini: Path, tmp_path: Path) -> None:
     assert document["quantization"]["quant_algo"] == config["quant_algo"] == "NVFP4"
     assert document["quantization"]["exclude_modules"] == config["ignore"]
     assert np.array_equal(read_values(tmp_path / "out", EXPERT), read_values(mini, EXPERT))
+
+
+@pytest.mark.parametrize(("scheme", "bound"), [("mxfp4", 0.13), ("nvfp4", 0.1), ("nf4", 0.11), ("int8", 0.01)])
+def test_plain_experts_of_the_flat_family(tmp_path: Path, scheme: str, bound: float) -> None:
+    """Kimi Linear: flat configuration, bfloat16 experts, no latent. The section comes to the top level, where it is one."""
+    config = tiny_config(num_layers=4, hidden_size=64, num_experts=4, latent_size=None, vision=False)["text_config"]
+    config.pop("quantization_config")
+    write_checkpoint(tmp_path / "plain", config)
+    done = quantize(tmp_path / "plain", tmp_path / "made", experts=scheme)
+    experts = done.components["routed_experts"]
+    assert experts["exact_tensors"] == 0 and bound / 4 < experts["relative_error"] < bound
+    section = json.loads((tmp_path / "made" / "config.json").read_bytes())["quantization_config"]
+    assert section["quant_method"] == ("bitsandbytes" if scheme == "nf4" else "compressed-tensors")
+    module = "model.layers.1.block_sparse_moe.experts.2.w1"
+    before, after = read_values(tmp_path / "plain", module), read_values(tmp_path / "made", module, (32, 64))
+    assert np.abs(before - after).max() <= experts["max_error"]
+    if scheme == "nvfp4":
+        checkpoint = Checkpoint.open(tmp_path / "made")
+        scales = {checkpoint.read(f"{module[:-1]}{n}.weight_global_scale") for n in (1, 3)}
+        assert len(scales) == 1
+
+
+def test_the_card_says_what_was_done_and_keeps_licence_and_card_of_the_source(mini: Path, tmp_path: Path) -> None:
+    copy = copy_checkpoint(mini, tmp_path / "copy")
+    (copy / "README.md").write_text("---\nlicense: other\nlicense_name: kimi\nlibrary_name: x\n---\n# Kimi\n")
+    (copy / "LICENSE").write_text("terms")
+    quantize(copy, tmp_path / "made", experts="nvfp4", latent="int8")
+    card = (tmp_path / "made" / "README.md").read_text()
+    assert card.startswith("---\nlicense: other\nlicense_name: kimi\ntags:\n- int8\n- nvfp4\n---\n")
+    assert "--experts nvfp4 --latent int8" in card and "| routed_experts | nvfp4 | 252 | 252 | 0.00000 | 0 |" in card
+    assert (tmp_path / "made" / "README.source.md").read_text().endswith("# Kimi\n")
+    assert (tmp_path / "made" / "LICENSE").read_text() == "terms"
+    manifest = json.loads((tmp_path / "made" / "k3tool-manifest.json").read_bytes())
+    assert {"README.md", "README.source.md", "LICENSE", "k3tool-quantization.json"} <= manifest["files"].keys()
