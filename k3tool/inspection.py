@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from k3tool.catalog import COMPONENTS, Catalog, catalog, count
+from k3tool.catalog import COMPONENTS, Catalog, count
 from k3tool.checkpoint.header import TensorSpec
 from k3tool.checkpoint.reader import Checkpoint
 from k3tool.conform import Conformance, conform
 from k3tool.events import SILENT, Progress
 from k3tool.garbage import collector_paused
 from k3tool.names import component_of, parse_name
+from k3tool.transform.expected import expected
 
 _NO_PARAMETERS = ("weight_scale", "weight_global_scale", "weight_scale_2", "weight_shape", "weight_zero_point",
                   "input_scale", "weight.absmax", "weight.quant_map", "weight.nested_absmax")  # fmt: skip
@@ -98,12 +99,12 @@ def _inspect(
     present = [shard for shard in checkpoint.shards if shard in checkpoint.files]
     absent = [shard for shard in checkpoint.shards if shard not in checkpoint.files]
     load_headers(checkpoint, present, workers=workers, progress=progress)
-    expected = catalog(config)
+    local, implied = expected(config)
     found: dict[str, TensorSpec | None] = dict.fromkeys(index.weight_map)
     for shard in present:
         for spec in checkpoint.header(shard).tensors:
             found[spec.name] = spec
-    components = _components(found, expected)
+    components = _components(found, implied)
     return Inspection(
         source=checkpoint.source.label,
         model_type=config.model_type,
@@ -112,11 +113,11 @@ def _inspect(
         total_size=sum(component.bytes for component in components.values()),
         shards=_shards(checkpoint),
         components=components,
-        conformance=Conformance() if isinstance(part, dict) else conform(config, expected, found),
+        conformance=conform(local, implied, found),
         rank=f"rank {part.get('rank')} of {part.get('ranks')}" if isinstance(part, dict) else "",
         headers="read" if not absent else "absent" if not present else "partial",
         missing_files=absent,
-        listed=_listed(checkpoint, found, expected, pattern, layer)
+        listed=_listed(checkpoint, found, implied, pattern, layer)
         if pattern is not None or layer is not None
         else None,
     )

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from k3tool import release
-from k3tool.catalog import catalog
 from k3tool.checkpoint.header import TensorSpec
 from k3tool.checkpoint.index import INDEX_NAME
 from k3tool.checkpoint.manifest import FileRecord, Manifest, load_manifest
@@ -25,6 +24,7 @@ from k3tool.errors import CheckpointCorrupt, CheckpointMissing, K3Error
 from k3tool.events import SILENT, Progress
 from k3tool.garbage import collector_paused
 from k3tool.proofs import ProofBook, choose_sample, hash_files
+from k3tool.transform.expected import expected
 from k3tool.transform.reshard import LAYOUT_NAME
 from k3tool.units import format_bytes
 from k3tool.verify_ranks import check_rank_folders, joined_problem, rank_folders
@@ -207,8 +207,8 @@ class _Verification:
         if self.depth != "names":
             self.read_headers(found)
             whole = whole and None not in found.values()
-        if not isinstance(config.raw.get("k3tool"), dict):  # a rank's folder holds a part of what is implied
-            self.compare(conform(config, catalog(config), found))
+        local, implied = expected(config)
+        self.compare(conform(local, implied, found))
         size = sum(spec.nbytes for spec in found.values() if spec is not None)
         if self.depth != "names" and whole and index.total_size not in (None, size):
             self.problem(f"{INDEX_NAME}: total_size says {index.total_size}, the tensors have {size} bytes", INDEX_NAME)

@@ -103,7 +103,6 @@ def _show_differences(console: Console, report: Inspection) -> None:
                 f"{word}: {len(names):,} tensors, such as {clean(names[0])} {clean(found.mismatched.get(names[0], ''))}",
                 markup=False,
             )
-    if report.rank:
-        console.print(f"{clean(report.rank)}: a part of the model, not compared with the whole", markup=False)
-    elif found.ok:
-        console.print("every tensor that config.json implies is named, and no other", markup=False)
+    if found.ok:
+        whose = f"belongs to {clean(report.rank)}" if report.rank else "config.json implies"
+        console.print(f"every tensor that {whose} is named, and no other", markup=False)

@@ -217,3 +217,25 @@ def test_one_rank_from_the_hub_fetches_little_more_than_its_bytes(large, hub, tm
 def test_hub_failure_is_13(tmp_path, capsys, hub):
     ran = k3tool(capsys, "reshard", "org/absent", tmp_path / "out", "--ep", 16, "--rank", 3)
     assert ran.code == 13 and not (tmp_path / "out").exists()
+
+
+def test_a_rank_folder_is_compared_with_what_the_rank_owns(source, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert k3tool(capsys, "reshard", source, out, "--tp", 2, "--ep", 2, "--pp", 2).code == 0
+    for folder in sorted(out.glob("rank-*")):
+        assert k3tool(capsys, "verify", folder, "--depth", "bytes").code == 0, folder
+        found = k3tool(capsys, "inspect", folder, "--json").json
+        assert found["missing"] == found["unexpected"] == [] and found["tensors"] > 0
+    said = k3tool(capsys, "inspect", out / "rank-00003-of-00008").out
+    assert "every tensor that belongs to rank 3 of 8 is named, and no other" in said
+    index = out / "rank-00003-of-00008" / "model.safetensors.index.json"
+    document = json.loads(index.read_bytes())
+    lost = next(name for name in document["weight_map"] if ".experts." in name)
+    document["weight_map"].pop(lost)
+    index.write_text(json.dumps(document))
+    ran = k3tool(capsys, "verify", out / "rank-00003-of-00008", "--depth", "names")
+    assert ran.code != 0 and lost in ran.out + ran.err
+    config = out / "rank-00003-of-00008" / "config.json"
+    config.write_bytes(config.read_bytes().replace(b'"tp": 2', b'"tp": 3'))
+    ran = k3tool(capsys, "verify", out / "rank-00003-of-00008", "--depth", "names")
+    assert ran.code == 11 and "its k3tool section is not one that k3tool wrote" in ran.err
