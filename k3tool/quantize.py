@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -252,8 +253,24 @@ def quantize(
     or a component's relative error is beyond `max_rel_error`: then neither index nor configuration is written.
     """
     wanted = {"experts": experts, "latent": latent, "shared": shared, "attention": attention}
-    job = prepare(source, make_policy(wanted, recipe), request=request, scales=scales, exact=exact)
-    return carry_out(job, dest, max_rel_error=max_rel_error, options=options or Options(progress=progress))
+    with opened_source(source) as opened:
+        job = prepare(opened, make_policy(wanted, recipe), request=request, scales=scales, exact=exact)
+        return carry_out(job, dest, max_rel_error=max_rel_error, options=options or Options(progress=progress))
+
+
+@contextmanager
+def opened_source(source: str | Path | Source) -> Iterator[Source]:
+    """What the user named, opened and closed again; a Source is left to whoever opened it."""
+    if not isinstance(source, (str, Path)):
+        yield source
+        return
+    opened = open_source(source)
+    try:
+        yield opened
+    finally:
+        close = getattr(opened, "close", None)
+        if close is not None:
+            close()
 
 
 def carry_out(
@@ -276,7 +293,7 @@ def carry_out(
         options=replace(options, summarize=list),
         only=None if prepared.request.ranks is None else lambda item: item.path in wanted,
         manifest={"quantization": job.change.policy.as_json()},
-        revision=getattr(prepared.opened.source, "revision", None),
+        revision=getattr(prepared.opened.source, "commit", None),
     )
     if verify and report.complete:
         read_back(Path(dest), report.files)
@@ -327,7 +344,7 @@ def _closing(
     for name, document in job.change.section.files.items():
         yield SmallFile(name, _json(document))
     source_card = _source_card(job.prepared.opened.source)
-    revision = getattr(job.prepared.opened.source, "revision", None)
+    revision = getattr(job.prepared.opened.source, "commit", None)
     card = model_card(head, revision=revision, command=f"k3tool {job.prepared.plan.command}", source_card=source_card)
     for small in closing_files(job.prepared, report):
         if small.path == CARD_NAME:

@@ -73,6 +73,8 @@ def command(
     from k3tool.reshard import part_of
 
     _check_device(device)
+    if report is not None and not report.absolute().parent.is_dir():
+        raise UsageError(f"no folder for --report {report}", hint="name a file in a folder that exists")
     with Output("quantize", json=json, quiet=quiet) as output:
         options = Options(
             max_workers=max_workers,
@@ -99,28 +101,28 @@ def command(
             raise UsageError(
                 "--trunk and --vocabulary go with --format gguf", hint="add --format gguf, or leave them out"
             )
-        from k3tool.checkpoint.source import open_source
-        from k3tool.quantize import carry_out, default_shard_bytes, prepare
+        from k3tool.quantize import carry_out, default_shard_bytes, opened_source, prepare
         from k3tool.reshard import Request
         from k3tool.transform.quantize_policy import make_policy
 
-        opened = open_source(source)
         one = all(count in (None, 1) for count in (gpus, tp, ep, pp))
-        request = Request(
-            1 if one else gpus, tp, ep, pp,
-            layout or ("hf" if one else "ranks"),
-            parse_ranges(rank, what="rank") if rank is not None else None,
-            parse_size(max_shard_size) if max_shard_size else default_shard_bytes(opened),
-        )  # fmt: skip
         wanted = {"experts": experts, "latent": latent, "shared": shared, "attention": attention}
-        job = prepare(opened, make_policy(wanted, recipe), request=request, scales=scales, exact=exact)
-        for warning in job.warnings:
-            output.progress.warn(warning)
-        if dry_run:
-            document = job.as_json()
-            output.result(document, essential=document["plan"], human=lambda c: _show_plan(c, document))
-            return
-        done = carry_out(job, dest, max_rel_error=max_rel_error, verify=verify, options=options)
+        policy = make_policy(wanted, recipe)
+        with opened_source(source) as opened:
+            request = Request(
+                1 if one else gpus, tp, ep, pp,
+                layout or ("hf" if one else "ranks"),
+                parse_ranges(rank, what="rank") if rank is not None else None,
+                parse_size(max_shard_size) if max_shard_size else default_shard_bytes(opened),
+            )  # fmt: skip
+            job = prepare(opened, policy, request=request, scales=scales, exact=exact)
+            for warning in job.warnings:
+                output.progress.warn(warning)
+            if dry_run:
+                document = job.as_json()
+                output.result(document, essential=document["plan"], human=lambda c: _show_plan(c, document))
+                return
+            done = carry_out(job, dest, max_rel_error=max_rel_error, verify=verify, options=options)
         if report is not None:
             done.write_html(report)
         output.result(done.as_json(), essential=dest, human=lambda console: _show(console, done.as_json(), dest))

@@ -18,6 +18,7 @@ import pytest
 from k3tool.execute import Options
 from k3tool.quantize import quantize
 from k3tool.reshard import Request
+from k3tool.standin import serve
 from tests.helpers import copy_checkpoint, k3tool, k3tool_process
 
 KEYS = {"scheme", "tensors", "exact_tensors", "relative_error", "max_error", "worst"}
@@ -70,6 +71,7 @@ def test_a_dry_run_writes_nothing(mini: Path, tmp_path: Path, capsys: pytest.Cap
         (["--format", "zip"], 2, "unknown format 'zip'"),
         (["--scales", "best"], 2, "unknown way to choose scales"),
         (["--device", "tpu"], 2, "unknown device"),
+        (["--report", "nowhere/report.html"], 2, "no folder for --report"),
         (["--device", "cuda"], 14, "runs on the CPU"),
         (["--trunk", "q8_0"], 2, "go with --format gguf"),
         (["--format", "gguf", "--latent", "nf4"], 2, "--latent does not go with --format gguf"),
@@ -235,3 +237,23 @@ def test_run_reads_every_scheme(
     logits = load_file(tmp_path / "logits.safetensors")["logits"]
     distance = np.linalg.norm(logits - golden["logits"]) / np.linalg.norm(golden["logits"])
     assert distance < 5e-5 if schemes in EXACT else 0.01 < distance < 1.0
+
+
+def test_a_hub_repository_is_read_by_ranges(
+    mini: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same tensors as from the folder, each source byte asked for once, and the commit on record."""
+    copy = copy_checkpoint(mini, tmp_path / "repository")
+    with serve(copy, "org/mini") as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+        ran = k3tool(
+            capsys, "quantize", "org/mini", tmp_path / "remote", "--experts", "nvfp4", "--latent", "nf4", "--json"
+        )
+        commit = hub.repos["org/mini"].commit
+    assert ran.code == 0 and ran.json["bytes_read"] <= 1.1 * ran.json["bytes_in"]
+    assert k3tool(capsys, "quantize", copy, tmp_path / "local", "--experts", "nvfp4", "--latent", "nf4").code == 0
+    remote, local = contents(tmp_path / "remote"), contents(tmp_path / "local")
+    same = [name for name in local if not name.startswith(("k3tool-", "README"))]
+    assert len(same) > 3 and all(remote[name] == local[name] for name in same)
+    assert "base_model: org/mini\n" in remote["README.md"].decode() and commit in remote["README.md"].decode()
+    assert json.loads(remote["k3tool-manifest.json"])["revision"] == commit
