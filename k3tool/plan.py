@@ -162,6 +162,23 @@ class Plan:
         }
 
 
+def reads_of(jobs: Sequence[FileJob]) -> int:
+    """Source bytes that writing these files of one batch together reads: cuts of the same rows, and what all of them
+    store whole, are read once; a lone file of a batch reads whole rows too. The first file speaks for all."""
+    if not jobs[0].batch:
+        return sum(job.read_bytes for job in jobs)
+    total = 0
+    for step in jobs[0].steps:
+        for region in step.needs:
+            blocks = region.blocks
+            if blocks.rows > 1:
+                total += (blocks.rows - 1) * blocks.pitch + (blocks.pitch if len(jobs) > 1 else blocks.width)
+            else:
+                whole = region.size == (region.shape or (1,))[region.axis]
+                total += blocks.width if whole else len(jobs) * blocks.width
+    return total
+
+
 def pack(items: Iterable[tuple[Label, Item, int]], max_bytes: int) -> Iterator[tuple[Label, list[Item], int]]:
     """Cut (label, item, bytes) into files: (label, items, bytes), in order.
 
@@ -197,5 +214,6 @@ __all__ = [
     "carry",
     "file_job",
     "pack",
+    "reads_of",
     "whole",
 ]

@@ -22,7 +22,7 @@ from k3tool.errors import CheckpointMissing, UsageError
 from k3tool.execute import Options, Part, Report, SmallFile, execute, source_identity
 from k3tool.garbage import collector_paused
 from k3tool.layout import Layout, check, choose, expert_block, rank_folder, stages
-from k3tool.plan import FileJob, Plan
+from k3tool.plan import FileJob, Plan, reads_of
 from k3tool.readback import Readback, verify_ranks, verify_whole
 from k3tool.reclaim import ReclaimedSource, Reclaimer, finish_note, read_note, refuse_reclaimed
 from k3tool.transform.forms import Opened, open_form
@@ -110,6 +110,8 @@ class Prepared:
     def as_json(self) -> dict[str, Any]:
         """What `--dry-run` shows."""
         wanted = self.wanted
+        mine = {job.path for job in wanted}
+        batches = [[job for job in batch if job.path in mine] for batch in self.plan.batches()]
         return {
             "layout": self.layout.as_json(),
             "form": self.request.form,
@@ -117,7 +119,7 @@ class Prepared:
             "plan": self.plan.id,
             "tensors": self.record.tensors,
             "ranks": self.ranks_json(),
-            "bytes_read": sum(job.read_bytes for job in wanted),
+            "bytes_read": sum(reads_of(batch) for batch in batches if batch),
             "bytes_written": sum(job.size_estimate for job in wanted),
         }
 

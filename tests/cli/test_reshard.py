@@ -73,6 +73,14 @@ def test_dry_run_writes_nothing_and_tells_all(source, tmp_path, capsys):
     assert "TP4 x EP1 x PP1" in human.out and "to read" in human.out
 
 
+@pytest.mark.parametrize("options", [["--tp", 4], ["--tp", 4, "--rank", 1], ["--tp", 2, "--ep", 2, "--rank", "0-2"],
+                                     ["--ep", 4], ["--pp", 2]])  # fmt: skip
+def test_the_plan_knows_what_will_be_read(source, tmp_path, capsys, options):
+    planned = k3tool(capsys, "reshard", source, tmp_path / "out", *options, "--dry-run", "--json").json["bytes_read"]
+    done = k3tool(capsys, "reshard", source, tmp_path / "out", *options, "--json").json["bytes_read"]
+    assert planned == pytest.approx(done, rel=0.002)  # the padding of A_log and vocabulary is not read
+
+
 def test_max_shard_size_and_quiet(source, tmp_path, capsys):
     out = tmp_path / "out"
     ran = k3tool(capsys, "reshard", source, out, "--gpus", 1, "--layout", "hf", "--max-shard-size", "200kB", "-q")
