@@ -289,9 +289,10 @@ class Splitter:
 
 
 def unit_of(name: str) -> str:
-    """What must stay in one file, as the start of a tensor's name: its module, or for a routed expert all of it."""
+    """What must stay in one file, as the start of a tensor's name: its module, or for an expert or MLP all of it."""
     module = name.split(".weight", 1)[0]
-    return module.rpartition(".")[0] if ".experts." in module else module
+    whole = ".experts." in module or ".shared_experts." in module or ".mlp." in module
+    return module.rpartition(".")[0] if whole else module
 
 
 def parsed(name: str) -> TensorName:

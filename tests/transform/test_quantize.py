@@ -16,6 +16,7 @@ from k3tool.checkpoint.reader import Checkpoint
 from k3tool.checkpoint.source import open_source
 from k3tool.errors import CheckFailed, CheckpointCorrupt, CheckpointMissing, UnsupportedError, UsageError
 from k3tool.execute import Options
+from k3tool.formats.nvfp4 import global_scale
 from k3tool.names import parse_name
 from k3tool.quantize import carry_out, prepare, quantize, read_back
 from k3tool.reshard import Request, reshard
@@ -232,6 +233,19 @@ def test_gate_and_up_of_an_expert_share_the_global_scale(exact: tuple[Path, Any]
         owner = f"{LAYER}block_sparse_moe.experts.{expert}"
         scales = [checkpoint.read(f"{owner}.{matrix}.weight_global_scale") for matrix in ("w1", "w3")]
         assert scales[0] == scales[1]
+
+
+def test_gate_and_up_of_the_shared_experts_and_the_dense_mlp_share_it_too(mini: Path, tmp_path: Path) -> None:
+    chosen = Policy({"shared": Choice("nvfp4")}, (Rule(r"re:.*\.layers\.0\.mlp\..*", Choice("nvfp4")),))
+    carry_out(prepare(mini, chosen), tmp_path / "out", options=Options())
+    checkpoint = Checkpoint.open(tmp_path / "out")
+    for owner in (f"{LAYER}block_sparse_moe.shared_experts", "language_model.model.layers.0.mlp"):
+        gate, up, down = (
+            np.frombuffer(checkpoint.read(f"{owner}.{matrix}_proj.weight_global_scale"), np.float32)[0]
+            for matrix in ("gate", "up", "down")
+        )
+        amax = max(np.abs(read_values(mini, f"{owner}.{matrix}_proj")).max() for matrix in ("gate", "up"))
+        assert gate == up == global_scale(float(amax)) and down != 0
 
 
 def test_the_report_measures_what_is_on_disk(mini: Path, exact: tuple[Path, Any]) -> None:
