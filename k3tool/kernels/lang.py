@@ -110,7 +110,8 @@ def tanh(x):
 def gated(gate, up, SITU: tl.constexpr, beta, linear_beta):
     """SiTU or SiLU gating in float32. Formula: see `k3tool.kernels.moe.reference`."""
     if SITU:
-        out = beta * tanh(gate / beta) * sigmoid(gate) * (linear_beta * tanh(up / linear_beta))
+        of_beta, of_linear = 1.0 / beta, 1.0 / linear_beta
+        out = beta * tanh(gate * of_beta) * sigmoid(gate) * (linear_beta * tanh(up * of_linear))
     else:
         out = silu(gate) * up
     return out

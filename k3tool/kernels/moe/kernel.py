@@ -52,14 +52,14 @@ def _visits(order, experts, starts, counts, block, BLOCK_M: tl.constexpr, IS_DIR
 @triton.jit
 def gate_up_kernel(
     x, order, experts, starts, counts, w1, w1_scale, w1_global, w3, w3_scale, w3_global, hidden,
-    x_t, x_parity, x_pair, top_k, inner, width, scale_size, beta, linear_beta,
+    x_t, x_half, top_k, inner, width, row_codes, row_scales, expert_scales, beta, linear_beta,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, NIBBLES: tl.constexpr, HAS_GLOBAL: tl.constexpr,
     SITU: tl.constexpr, IS_DIRECT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, HAS_PTX: tl.constexpr, IS_EVEN: tl.constexpr,
 ):  # fmt: skip
     """Programs (block of hidden units, block of visits): hidden [visits, inner] = act(x w1^T, x w3^T), sorted.
 
-    With NIBBLES, hidden holds its even columns, then its odd ones. width: of x, the columns of w1 and w3.
+    width: of x, the columns of w1 and w3. With NIBBLES, x and hidden hold their even columns, then their odd ones.
     """
     block = tl.program_id(1)
     expert, number, position, visit = _visits(order, experts, starts, counts, block, BLOCK_M, IS_DIRECT)
@@ -67,24 +67,23 @@ def gate_up_kernel(
         here = tl.arange(0, BLOCK_M) < number
         n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
         WIDE: tl.constexpr = BLOCK_K // 2 if NIBBLES else BLOCK_K
-        row_codes = width // 2 if NIBBLES else width
         matrix = expert * inner * row_codes
-        at_scale = expert * scale_size
+        at_scale = expert * expert_scales
         source = x + (visit // top_k)[:, None] * x_t
         gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k0 in range(0, width, BLOCK_K):
             j = (k0 // 2 if NIBBLES else k0) + tl.arange(0, WIDE)[None, :]
-            inside = here[:, None] & (j < row_codes)
-            even = tl.load(source + j * x_pair, inside, 0.0).to(DOT)
-            odd = tl.load(source + j * x_pair + x_parity, inside, 0.0).to(DOT) if NIBBLES else even
+            inside = here[:, None] & (j < row_codes) if not IS_EVEN else here[:, None]
+            even = tl.load(source + j, inside, 0.0).to(DOT)
+            odd = tl.load(source + x_half + j, inside, 0.0).to(DOT) if NIBBLES else even
             gate = add_product(
-                gate, even, odd, w1 + matrix, w1_scale + at_scale, n, k0, inner, width, SCALE_ROWS, FORMAT, GROUP,
-                BLOCK_N, BLOCK_K, DOT, PRECISION,
+                gate, even, odd, w1 + matrix, w1_scale + at_scale, n, k0, inner, row_codes, row_scales, SCALE_ROWS, FORMAT,
+                GROUP, BLOCK_N, BLOCK_K, DOT, PRECISION, HAS_PTX, IS_EVEN,
             )  # fmt: skip
             up = add_product(
-                up, even, odd, w3 + matrix, w3_scale + at_scale, n, k0, inner, width, SCALE_ROWS, FORMAT, GROUP,
-                BLOCK_N, BLOCK_K, DOT, PRECISION,
+                up, even, odd, w3 + matrix, w3_scale + at_scale, n, k0, inner, row_codes, row_scales, SCALE_ROWS, FORMAT,
+                GROUP, BLOCK_N, BLOCK_K, DOT, PRECISION, HAS_PTX, IS_EVEN,
             )  # fmt: skip
         if HAS_GLOBAL:
             gate = gate / tl.load(w1_global + expert)
@@ -97,10 +96,10 @@ def gate_up_kernel(
 
 @triton.jit
 def down_kernel(
-    hidden, order, experts, starts, counts, w2, w2_scale, w2_global, out, inner, width, scale_size,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, NIBBLES: tl.constexpr, HAS_GLOBAL: tl.constexpr,
-    IS_DIRECT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    hidden, order, experts, starts, counts, w2, w2_scale, w2_global, out, half, inner, width, row_codes, row_scales,
+    expert_scales, FORMAT: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, NIBBLES: tl.constexpr,
+    HAS_GLOBAL: tl.constexpr, IS_DIRECT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, HAS_PTX: tl.constexpr, IS_EVEN: tl.constexpr,
 ):  # fmt: skip
     """Programs (block of columns, block of visits): out [visits, width] = hidden w2^T, in the order of the visits."""
     block = tl.program_id(1)
@@ -109,17 +108,16 @@ def down_kernel(
         here = tl.arange(0, BLOCK_M) < number
         n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
         WIDE: tl.constexpr = BLOCK_K // 2 if NIBBLES else BLOCK_K
-        row_codes = inner // 2 if NIBBLES else inner
         source = hidden + position[:, None] * inner
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k0 in range(0, inner, BLOCK_K):
             j = (k0 // 2 if NIBBLES else k0) + tl.arange(0, WIDE)[None, :]
-            inside = here[:, None] & (j < row_codes)
+            inside = here[:, None] & (j < row_codes) if not IS_EVEN else here[:, None]
             even = tl.load(source + j, inside, 0.0).to(DOT)
-            odd = tl.load(source + j + inner // 2, inside, 0.0).to(DOT) if NIBBLES else even
+            odd = tl.load(source + half + j, inside, 0.0).to(DOT) if NIBBLES else even
             total = add_product(
-                total, even, odd, w2 + expert * width * row_codes, w2_scale + expert * scale_size, n, k0, width, inner,
-                SCALE_ROWS, FORMAT, GROUP, BLOCK_N, BLOCK_K, DOT, PRECISION,
+                total, even, odd, w2 + expert * width * row_codes, w2_scale + expert * expert_scales, n, k0, width, row_codes,
+                row_scales, SCALE_ROWS, FORMAT, GROUP, BLOCK_N, BLOCK_K, DOT, PRECISION, HAS_PTX, IS_EVEN,
             )  # fmt: skip
         if HAS_GLOBAL:
             total = total / tl.load(w2_global + expert)
@@ -197,17 +195,23 @@ def experts_forward(
     else:
         blocks = blocks_of(ids.flatten(), held.num_experts, options["BLOCK_M"])
         number = blocks.experts.shape[0]
-    x, x_strides = _columns(dense_last(x), held.nibbles, is_direct)
+    x = dense_last(x)
+    if held.nibbles:  # even columns first, so that tiles of both kinds of nibbles meet whole lines of x
+        x = x.unflatten(1, (-1, 2)).transpose(1, 2).contiguous().flatten(1)
     hidden = torch.empty((visits, inner), dtype=x.dtype, device=x.device)
     y = torch.empty((visits, width), dtype=x.dtype, device=x.device)
-    shared = {**held.constants, **options, "IS_DIRECT": is_direct, "DOT": dot_type(x.dtype), "PRECISION": precision()}
+    shared = {
+        **held.constants, **options, "IS_DIRECT": is_direct, "DOT": dot_type(x.dtype), "PRECISION": precision(),
+        "HAS_PTX": not IS_INTERPRETED and not on_hip(),
+    }  # fmt: skip
     gate_up_kernel[(triton.cdiv(inner, options["BLOCK_N"]), number)](
-        x, *blocks, *held.w1, *held.w3, hidden, *x_strides, top_k, inner, width, held.scale_size("w1"), beta,
-        linear_beta, SITU=activation == "situ", **shared,
+        x, *blocks, *held.w1, *held.w3, hidden, x.stride(0), width // 2, top_k, inner, width, *held.row("w1"), beta,
+        linear_beta, SITU=activation == "situ", IS_EVEN=_fits(inner, width, options), **shared,
     )  # fmt: skip
     down_kernel[(triton.cdiv(width, options["BLOCK_N"]), number)](
-        hidden, *blocks, *held.w2, y, inner, width, held.scale_size("w2"), **shared
-    )
+        hidden, *blocks, *held.w2, y, inner // 2, inner, width, *held.row("w2"),
+        IS_EVEN=_fits(width, inner, options), **shared,
+    )  # fmt: skip
     block = min(4096 if IS_INTERPRETED else 512, power_of_two(width))
     rows = min(64, power_of_two(tokens, 1)) if IS_INTERPRETED else 1
     sum_kernel[(triton.cdiv(width, block), triton.cdiv(tokens, rows))](
@@ -216,17 +220,9 @@ def experts_forward(
     return out
 
 
-def _columns(x: Tensor, nibbles: bool, is_direct: bool) -> tuple[Tensor, tuple[int, int, int]]:
-    """x and its strides (rows, from even to odd columns, between neighbours of one parity).
-
-    Many rows are laid out anew, even columns first, so that tiles are read in whole lines.
-    """
-    if not nibbles:
-        return x, (x.stride(0), 0, 1)
-    if is_direct:
-        return x, (x.stride(0), 1, 2)
-    apart = x.unflatten(1, (-1, 2)).transpose(1, 2).contiguous().flatten(1)
-    return apart, (apart.stride(0), apart.shape[1] // 2, 1)
+def _fits(rows: int, columns: int, options: dict) -> bool:
+    """Do blocks of rows and columns cover a matrix exactly?"""
+    return rows % options["BLOCK_N"] == 0 and columns % options["BLOCK_K"] == 0
 
 
 def experts_options(held: Stored, visits: int, dtype: torch.dtype) -> dict:
@@ -236,7 +232,7 @@ def experts_options(held: Stored, visits: int, dtype: torch.dtype) -> dict:
     if IS_INTERPRETED:
         return {"BLOCK_M": 16 if visits <= DIRECT_VISITS else 64, "BLOCK_N": 128, "BLOCK_K": depth or 128}
     if visits <= DIRECT_VISITS:
-        return {**wide, "BLOCK_M": DIRECT_ROWS, "BLOCK_N": 32, "num_warps": 4, "num_stages": 3}
+        return {**wide, "BLOCK_M": DIRECT_ROWS, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
     per_expert = visits / held.num_experts
     rows = 128 if per_expert > 64 else 64 if per_expert > 16 else 16
     if dtype == torch.float32 or on_hip():

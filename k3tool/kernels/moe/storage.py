@@ -32,9 +32,10 @@ class Stored:
     block_columns: int
     constants: dict[str, Any]
 
-    def scale_size(self, name: str) -> int:
-        """Scales of one expert's matrix."""
-        return getattr(self, name)[1][0].numel()
+    def row(self, name: str) -> tuple[int, int, int]:
+        """Codes of a row of a matrix, its scales, and the scales of the whole matrix of one expert."""
+        codes, scales, _ = getattr(self, name)
+        return codes.shape[2], scales.shape[2], scales.shape[1] * scales.shape[2]
 
 
 def stored(experts: Experts | ScaledExperts) -> Stored:
