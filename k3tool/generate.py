@@ -35,6 +35,7 @@ from k3tool.model.check import KernelCheck, check_kernels, worst_of
 from k3tool.model.decoder import Model
 from k3tool.model.moe import Observer
 from k3tool.model.open import open_model
+from k3tool.model.replay import decode_step
 from k3tool.parallel.link import ALONE, Link
 from k3tool.sampling import check_ids, check_sampling, sample
 
@@ -119,6 +120,8 @@ def prefill(
 
 def decode_one_token(model: Model, token: int, cache: Cache, observe: Observer | None = None) -> Tensor:
     """Feed one token; float32 logits [vocab] of what follows it."""
+    if observe is None:
+        return decode_step(model, token, cache)
     ids = torch.tensor([token], dtype=torch.int64, device=model.device)
     return model.logits(model.forward(ids, cache, observe))[0]
 

@@ -58,6 +58,11 @@ def twin(kernel: str, function: str, x: Tensor) -> Callable[..., Any]:
     return _find(kernel, function, x.device.type, _active.get())
 
 
+def runs_compiled(device: torch.device) -> bool:
+    """Do compiled CPU kernels serve this device under the active backend?"""
+    return device.type == "cpu" and _active.get() in ("auto", "reference") and compiled.available()
+
+
 @contextmanager
 def sole_threads(device: torch.device) -> Iterator[None]:
     """Torch keeps to one thread inside, where compiled kernels run with threads of their own.
@@ -66,7 +71,7 @@ def sole_threads(device: torch.device) -> Iterator[None]:
     need: two pools cost a fifth of the speed on two cores. The former number of threads is set again at the end.
     """
     threads = torch.get_num_threads()
-    if threads == 1 or device.type != "cpu" or _active.get() not in ("auto", "reference") or not compiled.available():
+    if threads == 1 or not runs_compiled(device):
         yield
         return
     torch.set_num_threads(1)

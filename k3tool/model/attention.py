@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from k3tool.kernels.conv import causal_conv
+from k3tool.kernels.elementwise import multiply_by_sigmoid
 from k3tool.kernels.kda import kda, kda_decode
 from k3tool.kernels.linear import linear
 from k3tool.kernels.mla import mla
@@ -96,9 +96,9 @@ class MlaAttention:
         gate_width = self.heads * (self.kv_b_proj.shape[1] - self.key_dim) if self.has_gate else 0
         compressed = rows[:, self.query_width : rows.shape[1] - gate_width]
         normalized = rms_norm(compressed[:, :latent], self.kv_a_layernorm, LATENT_NORM_EPS)
-        cached = cache.append(torch.cat([normalized, compressed[:, latent:]], dim=-1).unsqueeze(0), position)
+        cached = cache.append(normalized.unsqueeze(0), compressed[:, latent:].unsqueeze(0), position)
         out = mla(q.unflatten(-1, (self.heads, -1)).unsqueeze(0), cached, self.kv_b_proj, key_dim=self.key_dim)
         out = out.squeeze(0).flatten(1)
         if self.has_gate:
-            out = out * torch.sigmoid(rows[:, rows.shape[1] - gate_width :])
+            out = multiply_by_sigmoid(out, rows[:, rows.shape[1] - gate_width :])
         return row_linear(out, self.o_proj, self.tp)

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from k3tool.config import K3Config
+from k3tool.kernels.elementwise import put
+
+if TYPE_CHECKING:
+    from k3tool.model.replay import RecordedStep
 
 FIRST_CAPACITY = 256  # tokens
 
@@ -46,11 +51,15 @@ class LatentCache:
             grown[:, :held] = self.buffer
             self.buffer = grown
 
-    def append(self, rows: Tensor, position: int) -> Tensor:
-        """Store rows [1, T, C + R] behind `position`; returns all tokens so far, [1, position + T, C + R], a view."""
-        end = position + rows.shape[1]
+    def append(self, latent: Tensor, shared: Tensor, position: int) -> Tensor:
+        """Store latents [1, T, C] and shared key dimensions [1, T, R] side by side behind `position`.
+
+        Returns all tokens so far, [1, position + T, C + R], a view."""
+        end, width = position + latent.shape[1], latent.shape[2]
         self.reserve(end)
-        self.buffer[:, position:end] = rows
+        growth = self.buffer.shape[2] * self.buffer.element_size()
+        put(latent, self.buffer[:, position:end, :width], growth=growth)
+        put(shared, self.buffer[:, position:end, width:], growth=growth)
         return self.buffer[:, :end]
 
     def clone(self) -> LatentCache:
@@ -60,7 +69,12 @@ class LatentCache:
 
 
 class Cache:
-    """Everything one sequence needs to go on. `dtype` is the model's; KDA states are float32 in any case."""
+    """Everything one sequence needs to go on. `dtype` is the model's; KDA states are float32 in any case.
+
+    recorded: the decode step as it was last written down for these tensors, see `k3tool.model.replay`.
+    """
+
+    recorded: RecordedStep | None = None
 
     def __init__(self, config: K3Config, layers: Sequence[int], device: torch.device, dtype: torch.dtype) -> None:
         """layers: numbers of those that the cache is for."""
@@ -84,6 +98,18 @@ class Cache:
         for layer in self.layers:
             if isinstance(layer, LatentCache):
                 layer.reserve(tokens)
+
+    def places(self) -> tuple[int, ...]:
+        """Addresses of all that is held: they change when a latent cache grows."""
+        return tuple(
+            tensor.data_ptr()
+            for layer in self.layers
+            for tensor in ((layer.state, layer.history) if isinstance(layer, KdaState) else (layer.buffer,))
+        )
+
+    def has_room(self) -> bool:
+        """Is there room for one more token?"""
+        return all(layer.buffer.shape[1] > self.position for layer in self.layers if isinstance(layer, LatentCache))
 
     def advance(self, tokens: int) -> None:
         self.position += tokens

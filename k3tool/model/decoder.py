@@ -10,6 +10,7 @@ from torch import Tensor
 from k3tool.config import K3Config
 from k3tool.kernels.attn_res import mix_blocks
 from k3tool.kernels.dispatch import sole_threads
+from k3tool.kernels.elementwise import add, convert, put
 from k3tool.kernels.linear import linear
 from k3tool.kernels.norm import rms_norm
 from k3tool.model.attention import KdaAttention, MlaAttention
@@ -51,7 +52,7 @@ class ResidualSums:
     def __init__(self, held: Tensor, slots: int, eps: float) -> None:
         """held [n, T, hidden]: n - 1 snapshots and the running sum. slots: how many there will be, n included."""
         self.values = held.new_empty(slots, *held.shape[1:])
-        self.values[: held.shape[0]] = held
+        put(held, self.values[: held.shape[0]])
         self.live = held.shape[0] - 1
         self.eps = eps
         self.fresh = False
@@ -74,10 +75,10 @@ class ResidualSums:
 
     def add(self, update: Tensor) -> None:
         if self.fresh:
-            self.values[self.live] = update
+            put(update, self.values[self.live])
             self.fresh = False
         else:
-            self.values[self.live] += update
+            add(self.values[self.live], update, self.values[self.live])
 
 
 @dataclass(frozen=True)
@@ -122,9 +123,13 @@ class Model:
             return self._forward(ids, cache, observe)
 
     def _forward(self, ids: Tensor, cache: Cache, observe: Observer | None) -> Tensor:
+        sums = ResidualSums(self.enter(ids), self.slots, self.config.rms_norm_eps)
+        return self.layers_and_norm(sums, cache, observe)
+
+    def layers_and_norm(self, sums: ResidualSums, cache: Cache, observe: Observer | None = None) -> Tensor:
+        """What `forward` does behind the embedding."""
         config, position = self.config, cache.position
         block = config.attn_res_block_size
-        sums = self._enter(ids)
         for index, layer, state in zip(self.share.layers, self.layers, cache.layers, strict=True):
             x = sums.read(layer.self_attention_res)
             if block is not None and index % block == 0:
@@ -135,22 +140,28 @@ class Model:
             sums.add(layer.mlp.forward(x, index, observe))
             if observe is not None:
                 observe("hidden", index, sums.values[sums.live])
-        cache.advance(ids.shape[0])
+        cache.advance(sums.values.shape[1])
         if self.norm is None:
             self.parallel.send_on(sums.held)
             return sums.values[sums.live]
         return rms_norm(sums.read(self.output_attn_res), self.norm, config.rms_norm_eps)
 
-    def _enter(self, ids: Tensor) -> ResidualSums:
-        """The token embeddings, or what the stage before has sent: its running sum and all snapshots."""
-        share, block = self.share, self.config.attn_res_block_size
-        before, after = (1 if block is None else 1 + -(-n // block) for n in (share.layers.start, share.layers.stop))
+    @property
+    def slots(self) -> int:
+        """Residual sums that there are behind the last layer: snapshots and the running sum."""
+        return self._sums_at(self.share.layers.stop)
+
+    def _sums_at(self, layer: int) -> int:
+        block = self.config.attn_res_block_size
+        return 1 if block is None else 1 + -(-layer // block)
+
+    def enter(self, ids: Tensor) -> Tensor:
+        """The token embeddings [1, T, hidden], or what the stage before has sent: its running sum and all snapshots."""
+        share = self.share
         if self.embed_tokens is not None and share.is_first:
-            x = embedding(ids, self.embed_tokens, share.first_vocab, self.parallel.tp, self.dtype).unsqueeze(0)
-        else:
-            shape = (before, ids.shape[0], self.config.hidden_size)
-            x = self.parallel.receive_from_before(torch.empty(shape, dtype=self.dtype, device=self.device))
-        return ResidualSums(x, after, self.config.rms_norm_eps)
+            return embedding(ids, self.embed_tokens, share.first_vocab, self.parallel.tp, self.dtype).unsqueeze(0)
+        shape = (self._sums_at(share.layers.start), ids.shape[0], self.config.hidden_size)
+        return self.parallel.receive_from_before(torch.empty(shape, dtype=self.dtype, device=self.device))
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -161,5 +172,5 @@ class Model:
         if self.norm is None or self.lm_head is None:
             return self.parallel.from_last(hidden.new_empty(hidden.shape[0], vocab, dtype=torch.float32))
         with sole_threads(self.device):
-            rows = linear(hidden, self.lm_head).float()
+            rows = convert(linear(hidden, self.lm_head), torch.float32)
         return self.parallel.from_last(self.parallel.tp.gather(rows)[:, :vocab])

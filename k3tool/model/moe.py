@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from k3tool.config import K3Config
+from k3tool.kernels.elementwise import add, convert
 from k3tool.kernels.linear import linear
 from k3tool.kernels.moe import Experts, experts_forward, gated_activation
 from k3tool.kernels.norm import rms_norm
@@ -64,7 +65,7 @@ class SparseMoe:
         """x [T, hidden] -> [T, hidden] in x.dtype. The router reads x in float32, at full width."""
         config = self.config
         ids, weights = select_experts(
-            linear(x.float(), self.gate),
+            linear(convert(x, torch.float32), self.gate),
             self.e_score_correction_bias,
             config.experts_per_token,
             activation=config.router_activation,
@@ -84,12 +85,12 @@ class SparseMoe:
         if self.shared_down_proj is not None:
             shared = partial_linear(activate(config, rows[:, latent:]), self.shared_down_proj, self.parallel.tp)
         routed, shared = self.parallel.add_experts(routed, shared)
-        routed = routed.to(x.dtype)
+        routed = convert(routed, x.dtype)
         if self.routed_expert_norm is not None:
             routed = rms_norm(routed, self.routed_expert_norm, config.rms_norm_eps)
         if self.routed_expert_up_proj is not None:
             routed = linear(routed, self.routed_expert_up_proj)
-        return routed if shared is None else routed + shared.to(x.dtype)
+        return routed if shared is None else add(routed, convert(shared, x.dtype))
 
     def _routed(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x [T, D], ids and weights [T, K] -> [T, D] float32: the weighted sum of those experts that are held here."""

@@ -33,7 +33,7 @@ def test_latents_grow_by_half_and_keep_what_is_there():
     for position in range(5000):
         row = torch.full((1, 1, 3), float(position))
         expected.append(row)
-        view = cache.append(row, position)
+        view = cache.append(row[..., :2], row[..., 2:], position)
         if view.data_ptr() != pointer:
             moved, pointer = moved + 1, view.data_ptr()
     assert torch.equal(view, torch.cat(expected, 1))
@@ -46,7 +46,7 @@ def test_reserve_avoids_growth():
     cache.reserve(700)
     pointer = cache.buffer.data_ptr()
     for position in range(700):
-        cache.append(torch.ones(1, 1, 2), position)
+        cache.append(torch.ones(1, 1, 1), torch.ones(1, 1, 1), position)
     assert cache.buffer.data_ptr() == pointer
 
 

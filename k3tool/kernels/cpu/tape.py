@@ -9,6 +9,8 @@ recorder notices each and says so in `problem`. Arguments that depend on the pos
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +38,20 @@ def current() -> Recorder | None:
     return _current.get()
 
 
+@contextmanager
+def aside() -> Iterator[None]:
+    """For work that is done once and for all: it belongs to no step."""
+    recorder = _current.get()
+    if recorder is None:
+        yield
+        return
+    before, recorder.is_aside = recorder.is_aside, True
+    try:
+        yield
+    finally:
+        recorder.is_aside = before
+
+
 class Recorder(TorchDispatchMode):
     """Writes down the jobs that run while it is open. `problem` names the first thing that cannot be replayed."""
 
@@ -44,6 +60,7 @@ class Recorder(TorchDispatchMode):
         self.calls: list[_Call] = []
         self.kept: list[Any] = []
         self.problem = ""
+        self.is_aside = False
         self._scratch: dict[tuple[int, str], Tensor] = {}
         self._token: Token[Recorder | None] | None = None
 
@@ -71,7 +88,9 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self.kept.append(result)
-        if not self.problem and not _is_allocation(func) and not _is_view(result, args):
+        if self.is_aside or self.problem:
+            return result
+        if func._schema.is_mutable or not (_is_allocation(func) or _is_view(result, args)):
             self.problem = f"{func} computes outside of compiled jobs"
         return result
 
@@ -81,11 +100,9 @@ def _is_allocation(func: Any) -> bool:
 
 
 def _is_view(result: Any, args: Any) -> bool:
-    """Does everything in `result` lie in the memory of a tensor among the arguments, untouched?"""
+    """Does everything in `result` lie in the memory of a tensor among the arguments?"""
     results = result if isinstance(result, (list, tuple)) else [result]
     sources = {tensor.untyped_storage().data_ptr() for tensor in args if isinstance(tensor, Tensor)}
-    if any(tensor is argument for tensor in results for argument in args):
-        return False  # written in place
     return all(isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() in sources for tensor in results)
 
 

@@ -196,6 +196,6 @@ def mla(q: Tensor, cache: Tensor, kv_b: Tensor, *, key_dim: int) -> Tensor:
             compiled.job.run(
                 chunks, q[index].data_ptr(), q.stride(1) * size, q.stride(2) * size, cache[index].data_ptr(),
                 cache.stride(1) * size, kv_b.data_ptr(), out[index].data_ptr(), heads, time, total, key_dim,
-                width - key_dim, latent, pairs - key_dim, rows.float_bits(width**-0.5), scratch, scratch_bytes,
+                width - key_dim, latent, pairs - key_dim, rows.float_bits(width**-0.5), scratch, scratch_bytes, total=1,
             )  # fmt: skip
     return out

@@ -88,7 +88,8 @@ _LAYERS: WeakKeyDictionary[Experts, _Layer] = WeakKeyDictionary()
 def _layer(experts: Experts) -> _Layer:
     layer = _LAYERS.get(experts)
     if layer is None:
-        layer = _LAYERS[experts] = _prepare(experts)
+        with tape.aside():
+            layer = _LAYERS[experts] = _prepare(experts)
     return layer
 
 
