@@ -156,4 +156,4 @@ def quantize(values: NDArray[np.float32], *, dtype: str, kind: str, **_: Any) ->
     scaled = np.clip(blocks * (np.float32(1) / np.maximum(scale, np.float32(1e-38)))[:, None], -1, 1)
     middles, order = bounds(kind)
     codes = order[np.searchsorted(middles, scaled.reshape(-1), side="left")]
-    return parts(kind, ((codes[0::2] << 4) | codes[1::2]).reshape(-1, 1), scale, values.shape, dtype)
+    return parts(kind, ((codes[0::2] << np.uint8(4)) | codes[1::2]).reshape(-1, 1), scale, values.shape, dtype)

@@ -81,17 +81,17 @@ def round_e2m1(values: NDArray[np.float32]) -> NDArray[np.uint8]:
     above = np.searchsorted(E2M1_BOUNDS, magnitude, side="right").astype(np.uint8)  # a tie counts as above
     below = np.searchsorted(E2M1_BOUNDS, magnitude, side="left").astype(np.uint8)
     index = np.where(above & 1, below, above)
-    return index | (np.signbit(values).astype(np.uint8) << 3)
+    return index | (np.signbit(values).astype(np.uint8) << np.uint8(3))
 
 
 def pack_nibbles(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """[..., n] codes to [..., n / 2] bytes, the even column in the low nibble."""
-    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+    return codes[..., 0::2] | (codes[..., 1::2] << np.uint8(4))
 
 
 def unpack_nibbles(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """[..., n / 2] bytes to [..., n] codes, the even column from the low nibble."""
-    return np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
+    return np.stack([packed & np.uint8(15), packed >> np.uint8(4)], axis=-1).reshape(*packed.shape[:-1], -1)
 
 
 def round_e4m3(values: NDArray[np.float32]) -> NDArray[np.uint8]:
@@ -106,4 +106,4 @@ def round_e4m3(values: NDArray[np.float32]) -> NDArray[np.uint8]:
     subnormal = (rounded * np.float32(512)).astype(np.int32)
     code = np.where(rounded < np.float32(2.0**-6), subnormal, normal)
     code = np.where(nan, 127, code).astype(np.uint8)
-    return code | (np.signbit(values).astype(np.uint8) << 7)
+    return code | (np.signbit(values).astype(np.uint8) << np.uint8(7))

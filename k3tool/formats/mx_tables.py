@@ -61,7 +61,7 @@ class Table:
     @cached_property
     def lossy(self) -> NDArray[np.bool_]:
         """[rows] whether any code of the row changes its value."""
-        return (self.error > 0).any(axis=1)
+        return np.asarray((self.error > 0).any(axis=1))
 
 
 def _pairs(codes: NDArray, dtype: type, bits: int) -> NDArray:

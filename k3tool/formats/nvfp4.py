@@ -77,9 +77,14 @@ def dequantize(parts: Mapping[str, NDArray], shape: tuple[int, ...], *, naming: 
         raise corrupt(f"{names[0]} {list(packed.shape)} and weight_scale {list(scale.shape)} do not fit {list(shape)}")
     factor = np.float32(overall.reshape(-1)[0])
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-        step = E4M3[scale] / factor if naming == "compressed-tensors" else E4M3[scale] * factor
+        step = _step(scale, factor) if naming == "compressed-tensors" else E4M3[scale] * factor
         values = E2M1_PAIRS[packed].reshape(rows, columns // GROUP, GROUP) * step[:, :, None]
     return values.reshape(rows, columns)
+
+
+def _step(scale: NDArray[np.uint8], factor: np.float32) -> NDArray[np.float32]:
+    """What one code unit of each block is worth, formed in float32."""
+    return np.divide(E4M3[scale], factor, dtype=np.float32)
 
 
 def global_scale(amax: float) -> np.float32:
@@ -115,9 +120,9 @@ def quantize(
         tried = [np.clip(scale.astype(np.int16) + shift, 1, 126).astype(np.uint8) for shift in SHIFTS]
         columns_weight = None if weight is None else weight.reshape(1, -1, GROUP)
         scale, _error = least_squares(
-            groups, columns_weight, ((code, E4M3[code] / factor) for code in tried), lambda x: E2M1[round_e2m1(x)]
+            groups, columns_weight, ((code, _step(code, factor)) for code in tried), lambda x: E2M1[round_e2m1(x)]
         )
-    step = E4M3[scale] / factor
+    step = _step(scale, factor)
     codes = round_e2m1(groups / step[:, :, None])
     stored = factor if naming == "compressed-tensors" else np.float32(1) / factor
     return parts(naming, pack_nibbles(codes.reshape(rows, columns)), scale, stored)
