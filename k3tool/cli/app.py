@@ -98,9 +98,7 @@ def run(arguments: list[str]) -> int:
         return EXIT_BROKEN_PIPE
     except Exception as error:
         traceback.print_exc()
-        bug = _Bug(f"{type(error).__name__}: {error}")
-        bug.told = getattr(error, "told", False)
-        return _fail(arguments, bug)
+        return _fail(arguments, _Bug(f"{type(error).__name__}: {error}"))
 
 
 class _Bug(K3Error):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -82,17 +83,9 @@ def command(
     budget = parse_size(memory) if memory is not None else None
     world = world_of(os.environ)
     printer = Printer()
-
-    def tell(error: K3Error) -> None:
-        output.close()
-        printer.finish()
-        if isinstance(error, Interrupted) and not error.document:
-            error.with_document(printer.so_far)
-        print_failure("run", error, as_json=json)
-
     with Output("run", json=json, quiet=quiet or world.rank > 0) as output:
         rank_folder_of(folder, world)  # a wrong number of processes is known before anything slow is imported
-        with joined(world, tell=tell) as link:
+        with joined(world, voice=_Voice(output, printer)) as link:
             if link.is_first:
                 if logits_out is not None and (logits_out.is_dir() or not logits_out.absolute().parent.is_dir()):
                     raise UsageError(f"cannot write {logits_out}", hint="name a file in a folder that exists")
@@ -190,6 +183,25 @@ class Printer:
         if self._live and text:
             sys.stdout.write(visible(text) if sys.stdout.isatty() else text)
             sys.stdout.flush()
+
+
+class _Voice:
+    """How ranks that run together fail: rank 0 speaks, and the rank with a bug shows where it is."""
+
+    def __init__(self, output: Output, printer: Printer) -> None:
+        self._output = output
+        self._printer = printer
+
+    def failure(self, error: K3Error) -> None:
+        self._output.close()
+        self._printer.finish()
+        if isinstance(error, Interrupted) and not error.document:
+            error.with_document(self._printer.so_far)
+        print_failure("run", error, as_json=self._output.json)
+
+    def trace(self, error: BaseException) -> None:
+        self._output.close()
+        traceback.print_exception(error)
 
 
 def visible(text: str) -> str:

@@ -49,6 +49,7 @@ def open_model(
         torch.cuda.set_device(unit)
         link.uses_nccl = own_devices and link.world.size > 1
     parallel = make_parallel(own.layout, own.place, unit, own_devices=own_devices, timeout=link.timeout)
+    link.belongs(parallel)
     checkpoint = link.together(own.open)
     warming = start_warming(checkpoint.config, dtype) if unit.type == "cpu" else None
     prepared = link.together(

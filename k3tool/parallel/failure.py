@@ -28,6 +28,10 @@ class Failure(NamedTuple):
     hint: str
     is_cause: bool
 
+    @property
+    def is_bug(self) -> bool:
+        return self.code == EXIT_BUG
+
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Failure:
         if isinstance(error, KeyboardInterrupt):

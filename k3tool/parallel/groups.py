@@ -43,6 +43,9 @@ class Group:
     def receive(self, x: Tensor, source: int) -> Tensor:
         raise AssertionError("a rank alone has nobody to receive from")
 
+    def leave(self) -> None:
+        """Give up the connections: whoever waits for this rank learns that it is gone."""
+
 
 ALONE = Group()
 _WHOLE = Layout()
@@ -90,6 +93,9 @@ class RankGroup(Group):
         held = self._outgoing(x)
         call(dist.recv, _bytes(held), src=self._ranks[source], group=self._group)
         return self._incoming(held, x)
+
+    def leave(self) -> None:
+        self._group = None
 
     def _outgoing(self, x: Tensor) -> Tensor:
         return x.cpu() if self._through_host else x
@@ -148,6 +154,10 @@ class Parallel:
     def from_last(self, x: Tensor) -> Tensor:
         """The x of the last stage, on every rank."""
         return self.stages.broadcast(x, self.layout.pp - 1)
+
+    def leave(self) -> None:
+        for group in (self.tp, self.experts, self.stages):
+            group.leave()
 
 
 SINGLE = Parallel()

@@ -12,24 +12,41 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from k3tool.errors import K3Error, RemoteError, UsageError
-from k3tool.parallel.failure import Failure
+from k3tool.parallel.failure import Failure, RankLost
 from k3tool.parallel.world import World
 
+if TYPE_CHECKING:
+    from k3tool.parallel.groups import Parallel
+
 T = TypeVar("T")
-Tell = Callable[[K3Error], None]
+
+
+class Voice(Protocol):
+    """How a run that fails is shown."""
+
+    def failure(self, error: K3Error) -> None:
+        """On rank 0: what happened, wherever it happened."""
+        ...
+
+    def trace(self, error: BaseException) -> None:
+        """On the rank where a bug showed itself: its traceback."""
+        ...
+
 
 TIMEOUT_VARIABLE = "K3TOOL_RANK_TIMEOUT"
 TIMEOUT_S = 1800.0  # for other ranks to appear, to load their share, to answer
 POLL_S = 0.2
-GRACE_S = 5.0  # for the main thread to notice by itself that another rank failed
+GRACE_S = 3.0  # for the main thread to notice by itself that another rank failed
 TOLD_S = 10.0  # for rank 0 to say what happened
-_FAILURE, _TOLD = "k3tool/failure", "k3tool/told"
+LEAVE_S = 2.0  # for the others to see that it has
+_FAILURE, _TOLD, _LEFT = "k3tool/failure", "k3tool/told", "k3tool/left"
 
 
 class Link:
@@ -38,6 +55,9 @@ class Link:
     world = World()
     timeout = timedelta(seconds=TIMEOUT_S)
     uses_nccl = False
+
+    def belongs(self, parallel: Parallel) -> None:
+        """These groups are given up when the run fails, so that nobody waits in them for this rank."""
 
     @property
     def is_first(self) -> bool:
@@ -65,12 +85,14 @@ ALONE = Link()
 class RankLink(Link):
     """Several ranks, connected by gloo whatever their devices: control messages are small and live in host memory."""
 
-    def __init__(self, world: World, store: Any, timeout: timedelta, tell: Tell | None) -> None:
+    def __init__(self, world: World, store: Any, timeout: timedelta, voice: Voice | None) -> None:
         import torch.distributed as dist
 
         self.world = world
         self.timeout = timeout
-        self._tell = tell
+        self._voice = voice
+        self._is_deserted = False
+        self._parallel: list[Parallel] = []
         self._lock = threading.Lock()
         self._settled: tuple[Failure, bool] | None = None
         self._closed = threading.Event()
@@ -79,6 +101,9 @@ class RankLink(Link):
         self._dist = dist
         dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=timeout)
         threading.Thread(target=self._watch, name="k3tool-ranks", daemon=True).start()
+
+    def belongs(self, parallel: Parallel) -> None:
+        self._parallel.append(parallel)
 
     def together(self, action: Callable[[], T]) -> T:
         result: T | None = None
@@ -143,23 +168,34 @@ class RankLink(Link):
         self._closed.set()
         self._dist.destroy_process_group()
 
-    def fail(self, error: BaseException) -> BaseException:
+    def fail(self, error: BaseException) -> K3Error:
         """This rank cannot go on: everybody learns it. Returns what is to be raised here, `told` where rank 0 spoke."""
         first = self._publish(error)
-        if not self.uses_nccl:  # the connections close, so that nobody waits for this rank
-            with suppress(Exception):
-                self._dist.destroy_process_group()
+        if not self.uses_nccl:
+            self._disconnect(error)
         own = Failure.of(error, self.world.rank)
-        if own.is_cause and (own == first or own.code == first.code):
-            raised = error if isinstance(error, Exception) else self._error(own)
+        if self._voice is not None and own.is_bug:
+            self._voice.trace(error)
+        if own.is_cause and own.code == first.code:
+            raised = error if isinstance(error, K3Error) else self._error(own)
         else:
             raised = self._error(first)
         told = self._settle(first, raised)
         self._closed.set()
         if self.uses_nccl:  # kernels that wait for a lost rank keep a process from ending
             _leave(first.code)
-        raised.told = told  # type: ignore[attr-defined]
+        raised.told = told
         return raised
+
+    def _disconnect(self, error: BaseException) -> None:
+        """Connections close when nothing refers to their groups any more."""
+        for parallel in self._parallel:
+            parallel.leave()
+        for lost in (error, error.__cause__):
+            if isinstance(error, RankLost) and lost is not None:
+                traceback.clear_frames(lost.__traceback__)
+        with suppress(Exception):
+            self._dist.destroy_process_group()
 
     def _error(self, failure: Failure) -> K3Error:
         return failure.as_error(self.world.rank)
@@ -167,11 +203,13 @@ class RankLink(Link):
     def _publish(self, error: BaseException) -> Failure:
         """The first failure of the run: this one, or one that another rank has written before."""
         own = Failure.of(error, self.world.rank)
-        with suppress(Exception):  # without the store, every rank speaks for itself
+        try:
             if not own.is_cause:
                 self._await(_FAILURE, 1.0)
             return Failure.parse(self._store.compare_set(_FAILURE, "", own.as_bytes().decode()))
-        return own
+        except Exception:
+            self._is_deserted = True  # the store is gone: every rank speaks for itself
+            return own
 
     def _await(self, key: str, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
@@ -181,7 +219,7 @@ class RankLink(Link):
             time.sleep(0.02)
         return True
 
-    def _settle(self, first: Failure, raised: BaseException) -> bool:
+    def _settle(self, first: Failure, raised: K3Error) -> bool:
         """Rank 0 tells what happened; the others wait until it has. Once per process. Returns whether it was told."""
         with self._lock:
             if self._settled is None:
@@ -189,19 +227,23 @@ class RankLink(Link):
                 self._settled = first, told
             return self._settled[1]
 
-    def _tell_it(self, raised: BaseException) -> bool:
-        if self._tell is None or not isinstance(raised, K3Error):
-            with suppress(Exception):
-                self._store.set(_TOLD, "1")
-            return False
-        self._tell(raised)
+    def _tell_it(self, raised: K3Error) -> bool:
+        if self._voice is not None:
+            self._voice.failure(raised)
         with suppress(Exception):
             self._store.set(_TOLD, "1")
-        return True
+            deadline = time.monotonic() + LEAVE_S  # the store may end with this process
+            while self._store.add(_LEFT, 0) < self.world.size - 1 and time.monotonic() < deadline:
+                time.sleep(0.02)
+        return self._voice is not None
 
     def _was_told(self) -> bool:
+        if self._is_deserted:
+            return False
         try:
-            return self._await(_TOLD, TOLD_S)
+            told = self._await(_TOLD, TOLD_S)
+            self._store.add(_LEFT, 1)
+            return told
         except Exception:  # the store went with rank 0, which therefore has spoken
             return True
 
@@ -239,33 +281,32 @@ def timeout_of(text: str | None) -> timedelta:
 
 
 @contextmanager
-def joined(world: World, *, tell: Tell | None = None) -> Iterator[Link]:
-    """Meet the other ranks; leave together, whatever happens inside. tell: how rank 0 shows a failure.
+def joined(world: World, *, voice: Voice | None = None) -> Iterator[Link]:
+    """Meet the other ranks; leave together, whatever happens inside. voice: shows failures (None: the caller does).
 
     K3TOOL_RANK_TIMEOUT: how many seconds a rank may be late, at any time (1800). Raises RemoteError where the others do
-    not come; and on every rank what was raised on one.
+    not come; and on every rank, as a K3Error, what was raised on one.
     """
     if world.size == 1:
         yield ALONE
         return
-    link = _meet(world, tell)
+    link = _meet(world, voice)
     try:
         yield link
         link.close()
     except BaseException as error:
         raised = link.fail(error)
-        if raised is error:
-            raise
-        raise raised from error
+        raise raised from (None if raised is error else error)
 
 
-def _meet(world: World, tell: Tell | None) -> RankLink:
+def _meet(world: World, voice: Voice | None) -> RankLink:
     timeout = timeout_of(os.environ.get(TIMEOUT_VARIABLE))
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store that ends with its rank is worth no stack traces
     try:
         from torch.distributed.rendezvous import rendezvous
 
         store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
-        return RankLink(world, store, timeout, tell)
+        return RankLink(world, store, timeout, voice)
     except (RuntimeError, ValueError, OSError) as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise RemoteError(

@@ -86,11 +86,15 @@ class RankFolder(NamedTuple):
         expected = {"rank": self.place.rank, "ranks": self.layout.ranks, **self.layout.as_json()}
         if self.layout.ranks > 1 and any(found.get(key) != value for key, value in expected.items()):
             raise CheckpointCorrupt(
-                f"{self.folder}: {LAYOUT_NAME} says rank {expected}, its own config.json says "
-                f"{ {key: found.get(key) for key in expected} }",
+                f"{self.folder}: {LAYOUT_NAME} implies {_shown(expected)}, its own config.json says "
+                f"{_shown({key: found.get(key) for key in expected})}",
                 hint="write the ranks again: k3tool reshard SOURCE DEST --overwrite ...",
             )
         return checkpoint
+
+
+def _shown(values: Mapping[str, object]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in values.items())
 
 
 def rank_folder_of(folder: str | Path, world: World) -> RankFolder:

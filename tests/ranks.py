@@ -1,0 +1,145 @@
+"""Ranks as processes of this machine, started like torchrun starts them, but forked from one that has imported torch.
+
+`start` gives each its environment and runs a function in it; what it prints goes to a file of its own.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.ranks_warm"])
+WAIT_S = 240.0  # until a test gives up on processes that should have ended long ago
+
+
+class Ranks:
+    """Running ranks. `codes` are exit codes, `out` and `err` what each has printed."""
+
+    def __init__(self, folder: Path, processes: list[Any]) -> None:
+        self._folder = folder
+        self.processes = processes
+
+    def wait(self, seconds: float = WAIT_S) -> Ranks:
+        deadline = time.monotonic() + seconds
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        assert all(process.exitcode is not None for process in self.processes), f"still running: {self.err}"
+        return self
+
+    @property
+    def codes(self) -> list[int]:
+        return [process.exitcode for process in self.processes]
+
+    @property
+    def out(self) -> list[str]:
+        return [(self._folder / f"{rank}.out").read_text() for rank in range(len(self.processes))]
+
+    @property
+    def err(self) -> list[str]:
+        return [(self._folder / f"{rank}.err").read_text() for rank in range(len(self.processes))]
+
+    def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
+        os.kill(self.processes[rank].pid, number)
+
+    def until_printed(self, rank: int, length: int, seconds: float = WAIT_S) -> None:
+        """Wait until a rank has printed so many characters."""
+        deadline = time.monotonic() + seconds
+        while len(self.out[rank]) < length:
+            assert time.monotonic() < deadline and self.processes[rank].is_alive(), self.err
+            time.sleep(0.02)
+
+
+@contextmanager
+def started(
+    folder: Path, count: int, function: Callable[..., Any], *arguments: Any, **environment: str
+) -> Iterator[Ranks]:
+    """`count` ranks that run function(*arguments); none of them survives the block."""
+    folder.mkdir(parents=True, exist_ok=True)
+    port = str(free_port())
+    processes = []
+    for rank in range(count):
+        world = {
+            "RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", **environment,
+        }  # fmt: skip
+        for stream in ("out", "err"):
+            (folder / f"{rank}.{stream}").touch()
+        process = CONTEXT.Process(target=_rank, args=(str(folder / str(rank)), world, function, arguments))
+        process.start()
+        processes.append(process)
+    try:
+        yield Ranks(folder, processes)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGCONT)
+                process.kill()
+            process.join()
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def _rank(name: str, environment: dict[str, str], function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    for stream, number in (("out", 1), ("err", 2)):
+        os.dup2(os.open(f"{name}.{stream}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    os.environ.update(environment)
+    function(*arguments)
+
+
+def command_line(*arguments: Any) -> None:
+    """`k3tool ARGUMENTS` in this process."""
+    from k3tool.cli import app
+
+    app.main([str(argument) for argument in arguments])
+
+
+def run_folders(jobs: list[tuple[str, str, dict[str, Any]]], ids: list[int], out: str) -> None:
+    """Ranks that run one folder after another; of each, rank 0 writes logits and what every rank generated.
+
+    jobs: (name, folder, options); options of `Session.open`, and under "sampling" those of `run_session`.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    from k3tool.generate import Session, run_session
+    from k3tool.parallel.link import joined
+    from k3tool.parallel.world import world_of
+
+    with joined(world_of(os.environ)) as link:
+        for name, folder, options in jobs:
+            options = {"dtype": "float32", "sampling": {}, **options}
+            sampling = {"max_new_tokens": 5, "stop_at_end": False, **options.pop("sampling")}
+            session = Session.open(folder, device="cpu", link=link, **options)
+            result = run_session(session, ids, keep_logits=True, **sampling)
+            tokens = torch.tensor(link.gather(result.token_ids))
+            if link.is_first:
+                tensors = {"logits": result.logits, "decode_logits": result.decode_logits, "tokens": tokens}
+                save_file({key: value.contiguous() for key, value in tensors.items()}, f"{out}/{name}.safetensors")
+
+
+def break_rank(broken: int, *arguments: str) -> None:
+    """The command line, with a bug on one rank in the third token."""
+    from k3tool import generate
+
+    decode, calls = generate.decode_one_token, []
+
+    def broken_decode(*given: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3 and os.environ["RANK"] == str(broken):
+            raise ZeroDivisionError("on purpose")
+        return decode(*given)
+
+    generate.decode_one_token = broken_decode
+    command_line(*arguments)
