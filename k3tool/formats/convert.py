@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from k3tool.errors import CheckpointCorrupt, UnsupportedError
-from k3tool.formats import bnb, check_shape, compiled, dequantize, fp8, integer, mx_tables, mxfp4, nvfp4
+from k3tool.formats import bnb, check_shape, compiled, compiled_mx, dequantize, fp8, integer, mx_tables, mxfp4, nvfp4
 from k3tool.formats.codes import E2M1_MAGNITUDES, E2M1_PAIRS, E8M0, E8M0_NAN
 from k3tool.formats.measure import Measured
 from k3tool.formats.mx_tables import Table
@@ -119,13 +119,13 @@ def _remap(
     """The bytes after, [groups, 16] of the table's type, and what changed. counts: from `_counts`, if known."""
     words, exponent = _groups(source)
     out = np.empty((exponent.size, 16), table.bytes.dtype)
-    compiled.remap(words, index, table.bytes.reshape(-1), out)
-    squares = compiled.group_squares(words, exponent, mx_tables.SQUARES, mx_tables.SCALE_SQUARES)
+    compiled_mx.remap(words, index, table.bytes.reshape(-1), out)
+    squares = compiled_mx.group_squares(words, exponent, mx_tables.SQUARES, mx_tables.SCALE_SQUARES)
     sums = np.array([squares, 0.0, 0.0, 0.0])
     if table.lossy[index].any():
         tables = (table.error, table.error_squares, table.stored_squares)
         counts = _counts(words) if counts is None else counts
-        compiled.remap_sums(counts, index, exponent, *tables, mx_tables.SCALE_SQUARES, sums)
+        compiled_mx.remap_sums(counts, index, exponent, *tables, mx_tables.SCALE_SQUARES, sums)
     else:
         sums[1] = squares
     return out, Measured(mxfp4.GROUP * exponent.size, *(float(value) for value in sums))
@@ -134,7 +134,7 @@ def _remap(
 def _counts(words: NDArray[np.uint64]) -> NDArray[np.uint8]:
     """How often each code occurs in each group: [groups, 16]."""
     counts = np.empty(words.shape, np.uint64)
-    compiled.census(words, counts)
+    compiled_mx.census(words, counts)
     return counts.view(np.uint8)
 
 
@@ -165,11 +165,11 @@ def _mxfp4_to_int4(source: Stored, target: Target) -> Converted:
     choices = mx_tables.to_int4(target.search)
     index = np.empty(exponent.size, np.uint16)
     counts = _counts(words)
-    compiled.choose(counts, choices.squares, index)
+    compiled_mx.choose(counts, choices.squares, index)
     out, measured = _remap(source, index, choices.table, counts)
     rows, columns = source.shape
     scale = np.empty(exponent.size, np.uint16)
-    compiled.scale_bf16(choices.scales, index, exponent, scale)
+    compiled_mx.scale_bf16(choices.scales, index, exponent, scale)
     packed = out.view("<i4").reshape(rows, columns // 8)
     return Converted(_integer_parts(packed, scale.reshape(rows, -1), source.shape), measured)
 
@@ -182,7 +182,7 @@ def _mxfp4_to_fp8(source: Stored, target: Target) -> Converted:
     )
     index = np.empty(exponent.shape, np.uint16)
     top = np.empty((rows // down, exponent.shape[1] // across), np.uint8)
-    compiled.fp8_index(exponent, down, across, mx_tables.FP8_STEPS, index, top)
+    compiled_mx.fp8_index(exponent, down, across, mx_tables.FP8_STEPS, index, top)
     out, measured = _remap(source, index.reshape(-1), mx_tables.to_fp8())
     scale = np.ldexp(np.float32(1), top.astype(np.int32) - 127 - mx_tables.FP8_TOP).astype(np.float32)
     return Converted({"weight": out.view(np.uint8).reshape(source.shape), "weight_scale": scale}, measured)
@@ -192,8 +192,8 @@ def _mxfp4_to_bnb(source: Stored, target: Target) -> Converted:
     words, exponent = _groups(source)
     peak, index = np.empty(exponent.size, np.uint8), np.empty(exponent.size, np.uint16)
     absmax = np.empty(exponent.size // 2, np.float32)
-    compiled.peaks(words, peak)
-    compiled.bnb_index(peak, exponent, E2M1_MAGNITUDES, E8M0, mx_tables.BNB_STEPS, index, absmax)
+    compiled_mx.peaks(words, peak)
+    compiled_mx.bnb_index(peak, exponent, E2M1_MAGNITUDES, E8M0, mx_tables.BNB_STEPS, index, absmax)
     out, measured = _remap(source, index, mx_tables.to_bnb(target.scheme))
     return Converted(bnb.parts(target.scheme, out.reshape(-1, 1), absmax, source.shape, target.dtype), measured)
 
@@ -214,14 +214,14 @@ def _mxfp4_to_nvfp4(sources: Sequence[Stored], naming: str) -> list[Converted]:
     for source in sources:
         exponents = source.parts["weight_scale"]
         scale = np.empty((exponents.shape[0], 2 * exponents.shape[1]), np.uint8)
-        compiled.repeat_scale(np.ascontiguousarray(exponents).reshape(-1), codes_of, scale.reshape(-1))
+        compiled_mx.repeat_scale(np.ascontiguousarray(exponents).reshape(-1), codes_of, scale.reshape(-1))
         if rows_of[exponents.min(initial=254)]:
             out, measured = _remap(source, rows_of[exponents].reshape(-1), table)
             packed = out.reshape(source.parts["weight_packed"].shape)
         else:
             packed = source.parts["weight_packed"]
             words, exponent = _groups(source)
-            squares = compiled.group_squares(words, exponent, mx_tables.SQUARES, mx_tables.SCALE_SQUARES)
+            squares = compiled_mx.group_squares(words, exponent, mx_tables.SQUARES, mx_tables.SCALE_SQUARES)
             measured = Measured(2 * packed.size, squares, squares, 0.0, 0.0)
         overall = np.ldexp(np.float32(1), -m if naming == "compressed-tensors" else m)
         results.append(Converted(nvfp4.parts(naming, packed, scale, np.float32(overall)), measured))
@@ -231,7 +231,7 @@ def _mxfp4_to_nvfp4(sources: Sequence[Stored], naming: str) -> list[Converted]:
 def _top_in_use(source: Stored) -> int:
     words, exponent = _groups(source)
     peak = np.empty(exponent.size, np.uint8)
-    compiled.peaks(words, peak)
+    compiled_mx.peaks(words, peak)
     return int(exponent[peak > 0].max(initial=1))
 
 

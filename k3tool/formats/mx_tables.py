@@ -135,7 +135,7 @@ def to_bnb(kind: str) -> Table:
 class Choices:
     """Scales that a group of largest magnitude `peak` may have: row 8 * peak + c of the table for candidate c.
 
-    scales: [64] bfloat16 bits in units of the group's scale. squares: [8, 9, 8], see `compiled.choose`.
+    scales: [64] bfloat16 bits in units of the group's scale. squares: [8, 9, 8], see `compiled_mx.choose`.
     """
 
     table: Table
