@@ -63,7 +63,7 @@ def test_network_gone_for_a_while(hub: StandIn, checkpoint: Path, tmp_path: Path
 
         def sleep(self, seconds: float) -> bool:
             stopped = super().sleep(seconds)
-            if sum(self.slept) > 40:
+            if sum(self.slept) > 20:
                 hub.come_back()
             return stopped
 
@@ -75,7 +75,7 @@ def test_network_gone_for_a_while(hub: StandIn, checkpoint: Path, tmp_path: Path
     clock = Returns()
     result = fetch(REPO, tmp_path / "out", clock=clock, progress=Leaves(), max_workers=2)
     assert contents(tmp_path / "out") == contents(checkpoint)
-    assert sum(clock.slept) > 40 and result.bytes_fetched == size_of(checkpoint)
+    assert sum(clock.slept) > 20 and result.bytes_fetched == size_of(checkpoint)
 
 
 def test_a_stall_is_noticed(hub: StandIn, checkpoint: Path, tmp_path: Path, quick: RetryPolicy):
