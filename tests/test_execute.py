@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import hashlib
 import json
 import os
@@ -408,6 +409,31 @@ def test_ranks_one_by_one_make_the_whole(source, unbroken, tmp_path):
     }
 
 
+def test_nodes_that_write_their_own_ranks_at_the_same_time(source, unbroken, tmp_path):
+    dest = tmp_path / "out"
+    failures: list[BaseException] = []
+
+    def node(ranks: tuple[int, ...]) -> None:
+        try:
+            reshard(
+                source, dest, Request(tp=2, ep=2, max_shard_bytes=60_000, ranks=ranks), options=Options(max_workers=1)
+            )
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=node, args=(ranks,)) for ranks in ((0,), (1, 2), (3,))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures and not (dest / LEDGER_FOLDER).exists()
+    found, expected = contents(dest), contents(unbroken)
+    assert found.keys() == expected.keys()
+    assert all(found[name] == expected[name] for name in found if name != MANIFEST_NAME)
+    manifest = load_manifest(dest)
+    assert manifest is not None and set(manifest.files) == found.keys() - {MANIFEST_NAME}
+
+
 # Memory
 
 
@@ -615,3 +641,21 @@ def test_reclaim_contradictions(source, unbroken, tmp_path):
     refused("one process must write all", request=Request(tp=2, ranks=(0,)))
     refused("not a folder of ranks", where=unbroken, request=Request(gpus=1, form="hf"))
     assert len(final_shards(source)) == 7
+
+
+def test_an_interrupt_leaves_whole_files_and_resumes(source, unbroken, tmp_path):
+    dest = tmp_path / "out"
+
+    class Interrupt:
+        def __getattr__(self, _):
+            return lambda *_: None
+
+        def item(self, _):
+            _thread.interrupt_main()  # as Ctrl-C does: the main thread gets it while it waits for the workers
+
+    with pytest.raises(KeyboardInterrupt):
+        reshard(source, dest, TP2, options=Options(max_workers=2, progress=Interrupt()))
+    assert not list(dest.rglob("*.k3partial")) and not list(dest.rglob("config.json"))
+    assert all(path.read_bytes() == (unbroken / path.relative_to(dest)).read_bytes() for path in final_shards(dest))
+    assert reshard(source, dest, TP2).report.kept
+    assert contents(dest) == contents(unbroken)

@@ -28,6 +28,7 @@ from k3tool.checkpoint.writer import fsync_folder, no_space, write_atomic
 from k3tool.errors import PartlyDone, UsageError
 
 LEDGER_FOLDER = ".k3tool"
+SHARED_PATIENCE_S = 2.0
 
 
 @cache
@@ -111,6 +112,7 @@ class Ledger:
         return f"done-{self.part}.jsonl" if self.part else "done.jsonl"
 
     def _acquire(self) -> None:
+        patience = time.monotonic() + SHARED_PATIENCE_S
         while True:
             self.state.mkdir(parents=True, exist_ok=True)
             try:
@@ -120,6 +122,11 @@ class Ledger:
                 lock.close()
             except FileNotFoundError:
                 pass  # the holder has just completed and removed the folder: begin a new one
+            except PartlyDone:
+                # Another part that is just completing holds it alone for a moment.
+                if not self.part or time.monotonic() > patience:
+                    raise
+                time.sleep(0.05)
         self._locks.append(lock)
 
     def _locked(self, path: Path, kind: int, *, wait: bool = False) -> IO[str]:
