@@ -76,8 +76,8 @@ class Compiled:
 
 
 @contextmanager
-def recording(backend: str) -> Iterator[list[Launch]]:
-    """Kernels that are launched inside are noted and not run. The launchers are told that the GPU is of `backend`."""
+def recording(target: str) -> Iterator[list[Launch]]:
+    """Kernels that are launched inside are noted and not run. Launchers choose for `target`."""
     launches: list[Launch] = []
 
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -87,11 +87,11 @@ def recording(backend: str) -> Iterator[list[Launch]]:
         launches.append(Launch(self, bound, options, grid(bound) if callable(grid) else grid))
 
     original, JITFunction.run = JITFunction.run, run  # type: ignore[method-assign]
-    token = lang.BACKEND.set(backend)
+    token = lang.TARGET.set(target)
     try:
         yield launches
     finally:
-        lang.BACKEND.reset(token)
+        lang.TARGET.reset(token)
         JITFunction.run = original  # type: ignore[method-assign]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from contextvars import ContextVar
+from functools import cache
 
 import torch
 import triton
@@ -33,12 +34,30 @@ def dot_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if IS_INTERPRETED else dtype
 
 
-BACKEND: ContextVar[str] = ContextVar("BACKEND", default="hip" if torch.version.hip else "cuda")
-"""For whose GPUs launchers choose their constants; set otherwise only to compile for a machine that is not here."""
+TARGET: ContextVar[str | None] = ContextVar("TARGET", default=None)
+"""A GPU generation for which launchers choose their constants instead of the one that is here: to compile for it."""
+
+
+def gpu() -> str:
+    """The generation of the GPU: sm_80, sm_90, sm_100, gfx942 or gfx950; "none" where there is none.
+
+    Others count as the nearest of these whose shared memory they have.
+    """
+    return TARGET.get() or _present()
+
+
+@cache
+def _present() -> str:
+    if not torch.cuda.is_available():
+        return "none"
+    if torch.version.hip:
+        return "gfx950" if "gfx950" in torch.cuda.get_device_properties(0).gcnArchName else "gfx942"
+    major, _ = torch.cuda.get_device_capability()
+    return {9: "sm_90", 10: "sm_100"}.get(major, "sm_80")
 
 
 def on_hip() -> bool:
-    return BACKEND.get() == "hip"
+    return gpu().startswith("gfx")
 
 
 def precision() -> str:

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from k3tool.kernels import tuning
 from k3tool.kernels.kda.gates import gate
 from k3tool.kernels.kda.reference import BLOCK, CHUNK, L2_EPS, SAFE_EXPONENT
 from k3tool.kernels.kda.step import kda_decode, recurrent
@@ -26,11 +27,13 @@ from k3tool.kernels.lang import (
     dense_last,
     dot_dtype,
     dot_type,
+    gpu,
     on_hip,
     power_of_two,
     precision,
     sigmoid,
 )
+from k3tool.kernels.tuning import Options
 
 __all__ = ["kda", "kda_decode", "kda_packed"]
 
@@ -329,54 +332,94 @@ def _chunked(
     within, mutual = room(CHUNK, CHUNK), room(CHUNK, CHUNK, dtype=torch.float32)
     norms, end_decay = room(CHUNK, dtype=torch.float32), room(key_dim, dtype=torch.float32)
     bounded = {"lower_bound": lower_bound or 0.0, "IS_BOUNDED": lower_bound is not None}
-    constants = {"C": CHUNK, "B": BLOCK, "DOT": dot_type(v.dtype), "PRECISION": precision()}
-    products_kernel[(heads, slots)](
-        q, k, f, b, a_log, dt_bias, chunks.starts, chunks.counts, norms, mutual, within, q_in, k_out, end_decay,
-        *(stride for x in (q, k, f, b) for stride in x.stride()[:2]), heads, q_scale=key_dim**-0.5, l2_eps=L2_EPS,
-        K=key_dim, **bounded, **constants, **products_options(key_dim, v.dtype, lower_bound),
-    )  # fmt: skip
-    solve_kernel[(heads, slots)](
-        k, v, f, b, a_log, dt_bias, chunks.starts, chunks.counts, norms, mutual, w, u,
-        *(stride for x in (k, v, f, b) for stride in x.stride()[:2]), heads,
-        K=key_dim, V=value_dim, **bounded, **constants, **solve_options(key_dim, value_dim, v.dtype),
-    )  # fmt: skip
-    del mutual
+    constants = {"C": CHUNK, "DOT": dot_type(v.dtype), "PRECISION": precision()}
     out = torch.empty((tokens, heads, value_dim), dtype=v.dtype, device=q.device)
-    options = scan_options(key_dim, value_dim, v.dtype)
-    del constants["B"]
-    scan_kernel[(triton.cdiv(value_dim, options["BLOCK_V"]), heads, state.shape[0])](
-        w, u, q_in, k_out, within, end_decay, state, out, *chunks, heads, K=key_dim, V=value_dim, **constants, **options
-    )
+
+    def products(options: Options) -> None:
+        products_kernel[(heads, slots)](
+            q, k, f, b, a_log, dt_bias, chunks.starts, chunks.counts, norms, mutual, within, q_in, k_out, end_decay,
+            *(stride for x in (q, k, f, b) for stride in x.stride()[:2]), heads, q_scale=key_dim**-0.5, l2_eps=L2_EPS,
+            K=key_dim, B=BLOCK, IS_TAME=is_tame(lower_bound), **bounded, **constants, **options,
+        )  # fmt: skip
+
+    def solve(options: Options) -> None:
+        solve_kernel[(heads, slots)](
+            k, v, f, b, a_log, dt_bias, chunks.starts, chunks.counts, norms, mutual, w, u,
+            *(stride for x in (k, v, f, b) for stride in x.stride()[:2]), heads,
+            K=key_dim, V=value_dim, B=BLOCK, **bounded, **constants, **options,
+        )  # fmt: skip
+
+    def scan(options: Options, state: Tensor = state) -> None:
+        scan_kernel[(triton.cdiv(value_dim, options["BLOCK_V"]), heads, state.shape[0])](
+            w,
+            u,
+            q_in,
+            k_out,
+            within,
+            end_decay,
+            state,
+            out,
+            *chunks,
+            heads,
+            K=key_dim,
+            V=value_dim,
+            **constants,
+            **options,
+        )
+
+    shape = (key_dim, value_dim, v.dtype, heads, tuning.bucket(slots))
+    tuning.run("kda.products", (*shape, lower_bound is not None), products_options(key_dim, v.dtype), products)
+    tuning.run("kda.solve", shape, solve_options(key_dim, value_dim, v.dtype), solve)
+    scans = scan_options(key_dim, value_dim, v.dtype)
+    scan(tuning.best("kda.scan", (*shape, state.shape[0]), scans, lambda options: scan(options, state.clone())))
     return out
 
 
-def products_options(key_dim: int, dtype: torch.dtype, lower_bound: float | None) -> dict:
-    """Constants of `products_kernel`: how wide, and how the gate lets blocks of 16 be split."""
-    return {
-        "BLOCK_K": min(256 if IS_INTERPRETED else 32, power_of_two(key_dim)),
-        "IS_TAME": lower_bound is not None and -lower_bound * BLOCK <= SAFE_EXPONENT,
-        "num_warps": 8,
-        "num_stages": 1,
-    }
+def is_tame(lower_bound: float | None) -> bool:
+    """Does the bound of the gate keep both factors finite where a block of 16 tokens is split in its middle?"""
+    return lower_bound is not None and -lower_bound * BLOCK <= SAFE_EXPONENT
 
 
-def solve_options(key_dim: int, value_dim: int, dtype: torch.dtype) -> dict:
-    """Constants of `solve_kernel`. SOLVE: the inverse of a bfloat16 model is rounded to bfloat16 afterwards."""
-    widest = 256 if IS_INTERPRETED else 64
-    return {
-        "BLOCK_K": min(widest, power_of_two(key_dim)),
-        "BLOCK_V": min(widest, power_of_two(value_dim)),
-        "SOLVE": "ieee" if on_hip() else "tf32" if dtype == torch.bfloat16 else "tf32x3",
-        "num_warps": 4 if dtype == torch.bfloat16 else 8,
-        "num_stages": 1,
-    }
+def products_options(key_dim: int, dtype: torch.dtype) -> list[Options]:
+    """Configurations of `products_kernel`."""
+    sizes = [(32, 8), (64, 8), (32, 4)]
+    if IS_INTERPRETED:
+        sizes = [(256, 4)]
+    elif gpu() == "sm_80" or dtype == torch.float32:
+        sizes = [(16, 8)]
+    return [{"BLOCK_K": min(k, power_of_two(key_dim)), "num_warps": warps, "num_stages": 1} for k, warps in sizes]
 
 
-def scan_options(key_dim: int, value_dim: int, dtype: torch.dtype) -> dict:
-    """Constants of `scan_kernel`: value blocks narrow enough for programs to fill a GPU."""
-    return {
-        "PADDED_K": power_of_two(key_dim),
-        "BLOCK_V": min(256 if IS_INTERPRETED else 32 if dtype == torch.bfloat16 else 16, power_of_two(value_dim)),
-        "num_warps": 4 if dtype == torch.bfloat16 else 8,
-        "num_stages": 2 if dtype == torch.bfloat16 else 1,
-    }
+def solve_options(key_dim: int, value_dim: int, dtype: torch.dtype) -> list[Options]:
+    """Configurations of `solve_kernel`. SOLVE: the inverse of a bfloat16 model is rounded to bfloat16 afterwards."""
+    sizes = [(256, 4)] if IS_INTERPRETED else [(64, 4), (64, 8)] if dtype == torch.bfloat16 else [(32, 8)]
+    return [
+        {
+            "BLOCK_K": min(widest, power_of_two(key_dim)),
+            "BLOCK_V": min(widest, power_of_two(value_dim)),
+            "SOLVE": "ieee" if on_hip() else "tf32" if dtype == torch.bfloat16 else "tf32x3",
+            "num_warps": warps,
+            "num_stages": 1,
+        }
+        for widest, warps in sizes
+    ]
+
+
+def scan_options(key_dim: int, value_dim: int, dtype: torch.dtype) -> list[Options]:
+    """Configurations of `scan_kernel`: value blocks narrow enough for programs to fill a GPU."""
+    sizes = [(32, 4, 2), (64, 4, 2), (32, 4, 1), (64, 8, 2)]
+    if IS_INTERPRETED:
+        sizes = [(256, 4, 1)]
+    elif dtype == torch.float32:
+        sizes = [(16, 8, 1)]
+    elif gpu() not in ("sm_90", "sm_100"):
+        sizes = [(32, 4, 1), (64, 4, 1)]
+    return [
+        {
+            "PADDED_K": power_of_two(key_dim),
+            "BLOCK_V": min(widest, power_of_two(value_dim)),
+            "num_warps": warps,
+            "num_stages": stages,
+        }
+        for widest, warps, stages in sizes
+    ]

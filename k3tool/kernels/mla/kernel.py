@@ -8,23 +8,27 @@ joined when the context is projected to values.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from k3tool.kernels import tuning
 from k3tool.kernels.lang import (
     IS_INTERPRETED,
     cast,
     dense_last,
     dot_dtype,
     dot_type,
-    on_hip,
+    gpu,
     power_of_two,
     precision,
 )
 from k3tool.kernels.linear.kernel import linear
 from k3tool.kernels.mla.reference import ABSORBED_QUERIES
+from k3tool.kernels.tuning import Options
 
 SPAN = 16384  # tokens whose keys and values are expanded at once
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -235,16 +239,23 @@ def _expanded(q: Tensor, cache: Tensor, kv_b: Tensor, out: Tensor, key_dim: int)
     if len(spans) > 1:
         peaks, masses = (torch.empty((time, heads), dtype=torch.float32, device=q.device) for _ in range(2))
         totals = torch.empty(out.shape, dtype=torch.float32, device=q.device)
-    options = prefill_options(key_dim, q_dim - key_dim, value_dim, q.dtype)
+    constants = {"N": key_dim, "R": q_dim - key_dim, "V": value_dim, "DOT": dot_type(q.dtype), "PRECISION": precision()}
     for start in spans:
         span = cache[start : start + SPAN]
         pairs = linear(span[:, :latent], weight)
-        shared = span[:, latent:]
-        prefill_kernel[(triton.cdiv(time, options["BLOCK_M"]), heads)](
-            q, pairs, shared, out, peaks, masses, totals, *q.stride()[:2], pairs.stride(0), shared.stride(0), time,
-            span.shape[0], keys - time - start, heads, q_dim**-0.5, N=key_dim, R=q_dim - key_dim, V=value_dim,
-            IS_FIRST=start == 0, IS_LAST=start == spans[-1], **options,
-        )  # fmt: skip
+
+        def launch(options: Options, start: int = start, span: Tensor = span, pairs: Tensor = pairs) -> None:
+            prefill_kernel[(triton.cdiv(time, options["BLOCK_M"]), heads)](
+                q, pairs, span[:, latent:], out, peaks, masses, totals, *q.stride()[:2], pairs.stride(0), span.stride(0),
+                time, span.shape[0], keys - time - start, heads, q_dim**-0.5, IS_FIRST=start == 0,
+                IS_LAST=start == spans[-1], **constants, **options,
+            )  # fmt: skip
+
+        options = prefill_options(key_dim, q_dim - key_dim, value_dim, q.dtype)
+        if len(spans) > 1:  # the running softmax is changed in place
+            launch(options[0])
+        else:
+            tuning.run("mla.prefill", (q_dim, value_dim, q.dtype, heads, tuning.bucket(time)), options, launch)
 
 
 def _absorbed(q: Tensor, cache: Tensor, kv_b: Tensor, out: Tensor, key_dim: int) -> None:
@@ -260,22 +271,47 @@ def _absorbed(q: Tensor, cache: Tensor, kv_b: Tensor, out: Tensor, key_dim: int)
         q, kv_b, moved, *q.stride()[:3], time, heads, rows, scale, N=key_dim, V=value_dim, C=latent,
         PADDED_N=power_of_two(key_dim), BLOCK_C=block, BLOCK_M=block_m, num_warps=4, **shared,
     )  # fmt: skip
+    parts: Parts | None = None
+
+    def split(options: Options) -> None:
+        nonlocal parts
+        row_blocks = triton.cdiv(time * heads, options["BLOCK_M"])
+        parts = Parts.plan(keys, batch, time * heads, latent, row_blocks * batch, options["BLOCK_N"], q.device)
+        split_kernel[(parts.splits, row_blocks, batch)](
+            moved, q[..., key_dim:], cache, *parts[:3], *q.stride()[:3], *cache.stride()[:2], time, keys,
+            parts.per_split, heads, scale, C=latent, R=rope, **shared, **options,
+        )  # fmt: skip
+
     options = split_options(latent, rope, time * heads, q.dtype)
-    row_blocks = triton.cdiv(time * heads, options["BLOCK_M"])
-    splits = split_count(keys, row_blocks * batch, options["BLOCK_N"], q.device)
-    per_split = triton.cdiv(triton.cdiv(keys, splits), options["BLOCK_N"]) * options["BLOCK_N"]
-    splits = triton.cdiv(keys, per_split)
-    totals = torch.empty((batch, time * heads, splits, latent), dtype=torch.float32, device=q.device)
-    peaks, masses = (torch.empty(totals.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
-    split_kernel[(splits, row_blocks, batch)](
-        moved, q[..., key_dim:], cache, totals, peaks, masses, *q.stride()[:3], *cache.stride()[:2], time, keys,
-        per_split, heads, scale, C=latent, R=rope, **shared, **options,
-    )  # fmt: skip
+    tuning.run("mla.split", (latent, rope, q.dtype, heads, rows, tuning.bucket(keys)), options, split)
+    assert parts is not None
     block = min(256 if IS_INTERPRETED else 32, power_of_two(value_dim))
     join_kernel[(triton.cdiv(value_dim, block), heads, triton.cdiv(rows, block_m))](
-        totals, peaks, masses, kv_b, out, rows, heads, splits, N=key_dim, V=value_dim, C=latent,
+        *parts[:3], kv_b, out, rows, heads, parts.splits, N=key_dim, V=value_dim, C=latent,
         PADDED_C=power_of_two(latent), BLOCK_V=block, BLOCK_M=block_m, num_warps=4, **shared,
     )  # fmt: skip
+
+
+class Parts(NamedTuple):
+    """What the programs of a split cache leave behind, and how it was split."""
+
+    totals: Tensor
+    peaks: Tensor
+    masses: Tensor
+    splits: int
+    per_split: int
+
+    @classmethod
+    def plan(
+        cls, keys: int, batch: int, rows: int, latent: int, programs: int, block: int, device: torch.device
+    ) -> Parts:
+        """Split `keys` into whole blocks, for `programs` programs beside each other."""
+        wanted = split_count(keys, programs, block, device)
+        per_split = triton.cdiv(triton.cdiv(keys, wanted), block) * block
+        splits = triton.cdiv(keys, per_split)
+        totals = torch.empty((batch, rows, splits, latent), dtype=torch.float32, device=device)
+        peaks, masses = (torch.empty((batch, rows, splits), dtype=torch.float32, device=device) for _ in range(2))
+        return cls(totals, peaks, masses, splits, per_split)
 
 
 def split_count(keys: int, programs: int, block: int, device: torch.device) -> int:
@@ -286,25 +322,43 @@ def split_count(keys: int, programs: int, block: int, device: torch.device) -> i
     return max(1, min(triton.cdiv(2 * units, programs), triton.cdiv(keys, 4 * block)))
 
 
-def prefill_options(key_dim: int, rope: int, value_dim: int, dtype: torch.dtype) -> dict:
-    """Constants of `prefill_kernel`: the widest blocks whose tiles fit the shared memory of the GPU."""
+def prefill_options(key_dim: int, rope: int, value_dim: int, dtype: torch.dtype) -> list[Options]:
+    """Configurations of `prefill_kernel` whose tiles fit the shared memory of the GPU."""
+    sizes = {
+        "sm_80": [(64, 64, 4, 2), (128, 32, 8, 2)],
+        "sm_90": [(128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 2)],
+        "sm_100": [(128, 64, 8, 2), (64, 64, 4, 2)],
+        "gfx942": [(64, 32, 4, 1), (128, 32, 8, 1)],
+        "gfx950": [(64, 64, 4, 1), (128, 64, 8, 1)],
+    }.get(gpu(), [])
+    if dtype == torch.float32 or not sizes:
+        sizes = [(64, 32, 4, 1)]
     padded = {
         "PADDED_N": power_of_two(key_dim),
         "PADDED_R": power_of_two(max(rope, 1)),
         "PADDED_V": power_of_two(value_dim),
-        "DOT": dot_type(dtype),
-        "PRECISION": precision(),
     }
-    if dtype == torch.bfloat16 and not on_hip():
-        return {**padded, "BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2}
-    return {**padded, "BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4, "num_stages": 1}
+    return [
+        {**padded, "BLOCK_M": m, "BLOCK_N": n, "num_warps": warps, "num_stages": stages}
+        for m, n, warps, stages in sizes
+    ]
 
 
-def split_options(latent: int, rope: int, rows: int, dtype: torch.dtype) -> dict:
-    """Constants of `split_kernel`: many heads share what is read of the cache."""
-    padded = {"PADDED_C": power_of_two(latent), "PADDED_R": power_of_two(max(rope, 1))}
+def split_options(latent: int, rope: int, rows: int, dtype: torch.dtype) -> list[Options]:
+    """Configurations of `split_kernel`: many heads share what is read of the cache."""
+    sizes = {
+        "sm_80": [(32, 32, 8, 1), (32, 16, 8, 2)],
+        "sm_90": [(64, 32, 8, 2), (64, 64, 8, 1), (32, 32, 4, 2)],
+        "sm_100": [(64, 32, 8, 1), (32, 32, 4, 2)],
+        "gfx942": [(32, 16, 8, 1)],
+        "gfx950": [(32, 32, 8, 1), (32, 16, 8, 1)],
+    }.get(gpu(), [])
     if IS_INTERPRETED:
-        return {**padded, "BLOCK_M": min(64, power_of_two(rows)), "BLOCK_N": 64}
-    if dtype == torch.bfloat16 and not on_hip():
-        return {**padded, "BLOCK_M": min(64, power_of_two(rows)), "BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
-    return {**padded, "BLOCK_M": min(32, power_of_two(rows)), "BLOCK_N": 16, "num_warps": 8, "num_stages": 1}
+        sizes = [(64, 64, 4, 1)]
+    elif dtype == torch.float32 or not sizes:
+        sizes = [(16, 16, 8, 1)]
+    padded = {"PADDED_C": power_of_two(latent), "PADDED_R": power_of_two(max(rope, 1))}
+    return [
+        {**padded, "BLOCK_M": min(m, power_of_two(rows)), "BLOCK_N": n, "num_warps": warps, "num_stages": stages}
+        for m, n, warps, stages in sizes
+    ]

@@ -14,12 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from k3tool.kernels import tuning
 from k3tool.kernels.lang import (
     IS_INTERPRETED,
     cast,
     dense_last,
     dot_type,
     gated,
+    gpu,
     on_hip,
     power_of_two,
     precision,
@@ -28,6 +30,7 @@ from k3tool.kernels.lang import (
 from k3tool.kernels.moe.experts import Experts
 from k3tool.kernels.moe.storage import Stored, stored
 from k3tool.kernels.moe.tiles import add_product
+from k3tool.kernels.tuning import Options
 
 DIRECT_VISITS = 128  # up to so many (token, expert) pairs, sorting costs more than reading some weights twice
 DIRECT_ROWS = 16  # rows of a tile of matrix units; all but one are padding when every visit is on its own
@@ -187,13 +190,13 @@ def experts_forward(
         return out.zero_()
     ids, places = torch.sort(ids, dim=1, stable=True)  # so that sums ascend
     is_direct = visits <= DIRECT_VISITS
-    options = experts_options(held, visits, x.dtype)
+    block_m = DIRECT_ROWS if is_direct else rows_of(visits, held.num_experts, x.dtype)
     if is_direct:
         flat = ids.flatten()
         blocks = Blocks(flat, flat, flat, flat)
         number = visits
     else:
-        blocks = blocks_of(ids.flatten(), held.num_experts, options["BLOCK_M"])
+        blocks = blocks_of(ids.flatten(), held.num_experts, block_m)
         number = blocks.experts.shape[0]
     x = dense_last(x)
     if held.nibbles:  # even columns first, so that tiles of both kinds of nibbles meet whole lines of x
@@ -201,17 +204,26 @@ def experts_forward(
     hidden = torch.empty((visits, inner), dtype=x.dtype, device=x.device)
     y = torch.empty((visits, width), dtype=x.dtype, device=x.device)
     shared = {
-        **held.constants, **options, "IS_DIRECT": is_direct, "DOT": dot_type(x.dtype), "PRECISION": precision(),
+        **held.constants, "IS_DIRECT": is_direct, "BLOCK_M": block_m, "DOT": dot_type(x.dtype), "PRECISION": precision(),
         "HAS_PTX": not IS_INTERPRETED and not on_hip(),
     }  # fmt: skip
-    gate_up_kernel[(triton.cdiv(inner, options["BLOCK_N"]), number)](
-        x, *blocks, *held.w1, *held.w3, hidden, x.stride(0), width // 2, top_k, inner, width, *held.row("w1"), beta,
-        linear_beta, SITU=activation == "situ", IS_EVEN=_fits(inner, width, options), **shared,
-    )  # fmt: skip
-    down_kernel[(triton.cdiv(width, options["BLOCK_N"]), number)](
-        hidden, *blocks, *held.w2, y, inner // 2, inner, width, *held.row("w2"),
-        IS_EVEN=_fits(width, inner, options), **shared,
-    )  # fmt: skip
+
+    def gate_up(options: Options) -> None:
+        gate_up_kernel[(triton.cdiv(inner, options["BLOCK_N"]), number)](
+            x, *blocks, *held.w1, *held.w3, hidden, x.stride(0), width // 2, top_k, inner, width, *held.row("w1"), beta,
+            linear_beta, SITU=activation == "situ", IS_EVEN=_fits(inner, width, options), **shared, **options,
+        )  # fmt: skip
+
+    def down(options: Options) -> None:
+        down_kernel[(triton.cdiv(width, options["BLOCK_N"]), number)](
+            hidden, *blocks, *held.w2, y, inner // 2, inner, width, *held.row("w2"),
+            IS_EVEN=_fits(width, inner, options), **shared, **options,
+        )  # fmt: skip
+
+    shape = (held.constants["FORMAT"].value, held.constants["GROUP"], x.dtype, inner, width, tuning.bucket(visits))
+    candidates = experts_options(held, block_m, is_direct, x.dtype)
+    tuning.run("moe.gate_up", shape, candidates, gate_up)
+    tuning.run("moe.down", shape, candidates, down)
     block = min(4096 if IS_INTERPRETED else 512, power_of_two(width))
     rows = min(64, power_of_two(tokens, 1)) if IS_INTERPRETED else 1
     sum_kernel[(triton.cdiv(width, block), triton.cdiv(tokens, rows))](
@@ -225,31 +237,37 @@ def _fits(rows: int, columns: int, options: dict) -> bool:
     return rows % options["BLOCK_N"] == 0 and columns % options["BLOCK_K"] == 0
 
 
-def experts_options(held: Stored, visits: int, dtype: torch.dtype) -> dict:
-    """Constants of the two products: tiles of visits, rows and columns."""
-    depth = held.block_columns  # columns that one step may take at most, 0: any
-    wide = {"BLOCK_K": min(depth or 128, 128)}
+def rows_of(visits: int, num_experts: int, dtype: torch.dtype) -> int:
+    """Visits of an expert that one program takes: what an expert may expect, within what registers hold."""
     if IS_INTERPRETED:
-        return {"BLOCK_M": 16 if visits <= DIRECT_VISITS else 64, "BLOCK_N": 128, "BLOCK_K": depth or 128}
-    if visits <= DIRECT_VISITS:
-        return {**wide, "BLOCK_M": DIRECT_ROWS, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
-    per_expert = visits / held.num_experts
-    rows = 128 if per_expert > 64 else 64 if per_expert > 16 else 16
-    if dtype == torch.float32 or on_hip():
-        return {
-            "BLOCK_K": min(wide["BLOCK_K"], 32),
-            "BLOCK_M": min(rows, 64),
-            "BLOCK_N": 64,
-            "num_warps": 4,
-            "num_stages": 1,
-        }
-    return {
-        "BLOCK_K": min(wide["BLOCK_K"], 64),
-        "BLOCK_M": rows,
-        "BLOCK_N": 64,
-        "num_warps": 8 if rows == 128 else 4,
-        "num_stages": 3,
-    }
+        return 64
+    each = visits / num_experts
+    most = 64 if dtype == torch.float32 or on_hip() else 128
+    return min(most, 128 if each > 48 else 64 if each > 16 else 16)
+
+
+def experts_options(held: Stored, block_m: int, is_direct: bool, dtype: torch.dtype) -> list[Options]:
+    """Configurations of the two products, within the columns that share one scale of the sums."""
+    if IS_INTERPRETED:
+        sizes = [(128, 128, 4, 1)]
+    elif dtype == torch.float32:
+        sizes = [(64, 32, 4, 1)]
+    elif on_hip():
+        sizes = [(64, 128, 4, 1), (32, 128, 4, 2)] if is_direct else [(64, 64, 4, 1), (128, 64, 8, 1)]
+    elif is_direct or block_m == 16:
+        sizes = [(64, 128, 4, 3), (32, 256, 4, 3), (64, 256, 8, 3), (32, 128, 4, 4)]
+    elif block_m == 64:
+        sizes = [(64, 64, 4, 3), (128, 64, 8, 3)]
+    else:
+        sizes = [(64, 64, 8, 3), (128, 64, 8, 2), (64, 128, 8, 2)]
+    if gpu() == "sm_80" and block_m == 128:
+        sizes = [(32, 64, 8, 3), (64, 32, 8, 3)]
+    found: list[Options] = []
+    for n, k, warps, stages in sizes:
+        options = {"BLOCK_N": n, "BLOCK_K": min(k, held.block_columns or k), "num_warps": warps, "num_stages": stages}
+        if options not in found:
+            found.append(options)
+    return found
 
 
 def gated_activation(gate: Tensor, up: Tensor, activation: str, beta: float, linear_beta: float) -> Tensor:

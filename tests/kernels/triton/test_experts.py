@@ -101,7 +101,7 @@ def test_fp8_in_blocks(tokens, monkeypatch):
 def test_numbers_of_tokens(tokens, monkeypatch):
     """Blocks of 16 visits of an expert: full, begun and absent ones."""
     monkeypatch.setattr(kernel, "DIRECT_VISITS", 4)
-    monkeypatch.setattr(kernel, "experts_options", lambda *a, old=kernel.experts_options: {**old(*a), "BLOCK_M": 16})
+    monkeypatch.setattr(kernel, "rows_of", lambda *a: 16)
     experts = make("mxfp4", experts=4)
     x, (ids, weights) = draw(tokens, 64, seed=tokens), route(tokens, 4, 2, seed=tokens)
     expected = reference.experts_forward(x, experts, ids, weights, *SITU)
@@ -121,10 +121,11 @@ def test_unbalanced_routing(direct, monkeypatch):
 
 
 @pytest.mark.parametrize("width,inner", [(32, 32), (160, 224)])
-@pytest.mark.parametrize("options", [{"BLOCK_N": 32, "BLOCK_K": 32}, {"BLOCK_N": 64, "BLOCK_K": 64, "BLOCK_M": 32}])
-def test_tiles_and_odd_widths(width, inner, options, monkeypatch):
+@pytest.mark.parametrize("rows,options", [(64, {"BLOCK_N": 32, "BLOCK_K": 32}), (32, {"BLOCK_N": 64, "BLOCK_K": 64})])
+def test_tiles_and_odd_widths(width, inner, rows, options, monkeypatch):
     monkeypatch.setattr(kernel, "DIRECT_VISITS", 8)
-    monkeypatch.setattr(kernel, "experts_options", lambda *a, old=kernel.experts_options: {**old(*a), **options})
+    monkeypatch.setattr(kernel, "rows_of", lambda *a: rows)
+    monkeypatch.setattr(kernel, "experts_options", lambda *a: [options])
     experts = make("mxfp4", experts=3, width=width, inner=inner)
     x, (ids, weights) = draw(12, width), route(12, 3, 2)
     expected = reference.experts_forward(x, experts, ids, weights, *SITU)

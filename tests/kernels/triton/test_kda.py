@@ -57,10 +57,14 @@ def test_key_and_value_blocks(monkeypatch, fence):
     """Several blocks of channels per program, as on a GPU, where the interpreter would take all at once."""
     args = inputs(70, heads=1, key_dim=40, value_dim=48)
     expected, last = naive(*args, -5.0)
-    for name in ("products_options", "solve_options", "scan_options"):
-        original, narrow = getattr(kernel, name), {"products_options": {"BLOCK_K": 16}, "scan_options": {"BLOCK_V": 16}}
-        narrow = narrow.get(name, {"BLOCK_K": 16, "BLOCK_V": 32})
-        monkeypatch.setattr(kernel, name, lambda *a, old=original, narrow=narrow: {**old(*a), **narrow})
+    narrow = {
+        "products_options": {"BLOCK_K": 16},
+        "scan_options": {"BLOCK_V": 16},
+        "solve_options": {"BLOCK_K": 16, "BLOCK_V": 32},
+    }
+    for name, options in narrow.items():
+        first = getattr(kernel, name)
+        monkeypatch.setattr(kernel, name, lambda *a, first=first, options=options: [{**first(*a)[0], **options}])
     found, state = run(args, -5.0, fence)
     assert relative(found, expected) < BOUND
     assert relative(state, last) < BOUND

@@ -83,7 +83,7 @@ def test_spans_of_a_long_cache(time, monkeypatch):
 def test_splits_without_a_visible_key(monkeypatch):
     """The first of several new tokens does not see the last split at all."""
     monkeypatch.setattr(kernel, "split_count", lambda *a: 99)
-    monkeypatch.setattr(kernel, "split_options", lambda *a, old=kernel.split_options: {**old(*a), "BLOCK_N": 16})
+    monkeypatch.setattr(kernel, "split_options", lambda *a, old=kernel.split_options: [{**old(*a)[0], "BLOCK_N": 16}])
     q, cache, kv_b, n = inputs(16, 17)
     found, expected = both(q, cache, kv_b, n)
     assert relative(found, expected) < BOUND
