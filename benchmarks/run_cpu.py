@@ -170,23 +170,30 @@ def measure(engines: list[Engine], ids: list[int], repeats: int, slow_repeats: i
         for engine in engines:
             if engine.name == "mlx" and turn >= slow_repeats:
                 continue
-            for tokens in sorted(PROMPTS, reverse=True):
+            prompts = PROMPTS[:1] if engine.name == "mlx" else PROMPTS  # the long one would take it minutes
+            for tokens in sorted(prompts, reverse=True):
                 engine.measure(f"prefill {tokens}", prefill=ids[:tokens])
             engine.tokens = engine.measure("decode", decode=NEW_TOKENS).get("tokens", [])
     for engine in engines:
         engine.end()
 
 
+def _cell(value: float | None, unit: str = "") -> str:
+    return f"{'-' if value is None else f'{value:.1f}{unit}':>20}"
+
+
 def report(engines: list[Engine], config: K3Config, floor: Floors) -> dict[str, Any]:
     counts = {**{f"prefill {n}": n for n in PROMPTS}, "decode": NEW_TOKENS}
     print(f"{'engine':<10}{'load s':>8}" + "".join(f"{what + ' tok/s':>20}" for what in counts) + f"{'peak MB':>9}")
     for engine in engines:
-        speeds = "".join(f"{counts[what] / engine.best[what]:20.1f}" for what in counts)
+        speeds = "".join(_cell(counts[what] / engine.best[what] if what in engine.best else None) for what in counts)
         print(f"{engine.name:<10}{engine.load_seconds:8.2f}{speeds}{engine.peak_bytes / 1e6:9.0f}")
     own = engines[0]
     for engine in engines[1:]:
-        ratios = "".join(f"{engine.best[what] / own.best[what]:19.2f}x" for what in counts)
-        print(f"{'k3tool/' + engine.name:<18}{ratios}")
+        ratios = "".join(
+            _cell(engine.best[what] / own.best[what] if what in engine.best else None, "x") for what in counts
+        )
+        print(f"{'k3tool over ' + engine.name:<18}{ratios}")
         if engine.tokens:
             same = next(
                 (i for i, (a, b) in enumerate(zip(own.tokens, engine.tokens, strict=True)) if a != b), NEW_TOKENS
