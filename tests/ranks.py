@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -12,6 +13,8 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +111,7 @@ def command_line(*arguments: Any) -> None:
 def run_folders(jobs: list[tuple[str, str, dict[str, Any]]], ids: list[int], out: str) -> None:
     """Ranks that run one folder after another; of each, rank 0 writes logits and what every rank generated.
 
-    jobs: (name, folder, options); options of `Session.open`, and under "sampling" those of `run_session`.
+    jobs: (name, folder, options); options of `Session.open`, under "sampling" those of `run_session`, and other "ids".
     """
     import torch
     from safetensors.torch import save_file
@@ -120,9 +123,10 @@ def run_folders(jobs: list[tuple[str, str, dict[str, Any]]], ids: list[int], out
     with joined(world_of(os.environ)) as link:
         for name, folder, options in jobs:
             options = {"dtype": "float32", "sampling": {}, **options}
-            sampling = {"max_new_tokens": 5, "stop_at_end": False, **options.pop("sampling")}
+            sampling = {"max_new_tokens": 4, "stop_at_end": False, **options.pop("sampling")}
+            own_ids = options.pop("ids", ids)
             session = Session.open(folder, device="cpu", link=link, **options)
-            result = run_session(session, ids, keep_logits=True, **sampling)
+            result = run_session(session, own_ids, keep_logits=True, **sampling)
             tokens = torch.tensor(link.gather(result.token_ids))
             if link.is_first:
                 tensors = {"logits": result.logits, "decode_logits": result.decode_logits, "tokens": tokens}
@@ -143,3 +147,29 @@ def break_rank(broken: int, *arguments: str) -> None:
 
     generate.decode_one_token = broken_decode
     command_line(*arguments)
+
+
+def talk(out: str) -> None:
+    """What ranks tell each other, as each of them heard it."""
+    from k3tool.errors import CheckpointCorrupt, K3Error, UsageError
+    from k3tool.parallel.link import joined
+    from k3tool.parallel.world import world_of
+
+    def fail_above_0() -> None:
+        if rank > 0:
+            raise [CheckpointCorrupt, UsageError][rank - 1](f"cause {rank}", hint=f"remedy {rank}")
+
+    with joined(world_of(os.environ)) as link:
+        rank = link.world.rank
+        heard: dict[str, Any] = {
+            "long": link.from_first(lambda: {"text": "é" * 3000, "rank": rank}),
+            "short": [link.from_first(partial(mul, "y", length)) for length in (0, 244, 245, 246, 247, 248)],
+            "gathered": link.gather({"rank": rank, "pad": "é" * (100 * rank)}),
+            "own": link.together(lambda: 10 * rank),
+        }
+        try:
+            link.together(fail_above_0)
+        except K3Error as error:
+            heard["failure"] = [type(error).__name__, error.exit_code, error.message, error.hint, error.told]
+        heard["after"] = link.from_first(lambda: 7)
+        Path(f"{out}/{rank}.json").write_text(json.dumps(heard))

@@ -26,7 +26,7 @@ STARTS_OVER = "run the same command again: it starts over"
 
 
 def command(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Checkpoint folder.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Checkpoint folder; under torchrun, a folder of ranks.")],
     prompt: Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="The prompt.")] = None,
     prompt_file: Annotated[
         str | None,

@@ -45,9 +45,9 @@ def open_model(
     chosen = link.together(lambda: _choose(path, device, backend, link.world))
     own, unit = chosen.own, chosen.device
     own_devices = ":" not in device
-    if unit.type == "cuda":
+    if unit.type == "cuda" and link.world.size > 1:
         torch.cuda.set_device(unit)
-        link.uses_nccl = own_devices and link.world.size > 1
+        link.uses_nccl = own_devices
     parallel = make_parallel(own.layout, own.place, unit, own_devices=own_devices, timeout=link.timeout)
     link.belongs(parallel)
     checkpoint = link.together(own.open)

@@ -35,7 +35,7 @@ class Failure(NamedTuple):
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Failure:
         if isinstance(error, KeyboardInterrupt):
-            error = Interrupted()
+            error = Interrupted("run the same command again: it starts over")
         if isinstance(error, K3Error):
             is_cause = not isinstance(error, RankLost)
             return cls(rank, error.exit_code, type(error).__name__, error.message, error.hint, is_cause)
