@@ -55,28 +55,16 @@ def census(words, counts):
         counts[g, 1] = high
 
 
-@compiled(fastmath={"reassoc", "nsz", "nnan"})
-def remap_sums(counts, index, exponent, error, error_squares, stored_squares, weights, sums):
-    """Adds what a remapping stored and changed: tables [rows, 16] float64, in units of the group's scale.
+@compiled()
+def tally(counts, index, exponent, first, tallies):
+    """Adds up how often each code meets each table row and scale byte: tallies [bytes from `first`, rows, 16] uint32.
 
-    counts: [groups, 16] uint8 from `census`. weights [256]: the square of each scale. sums[0] is `group_squares`.
+    counts: [groups, 16] uint8 from `census`. Whatever a table changes follows from these numbers.
     """
-    all_stored, all_error, most = 0.0, 0.0, 0.0
     for g in range(counts.shape[0]):
-        row = index[g]
-        e, s, m = 0.0, 0.0, 0.0
+        byte, row = np.int64(exponent[g]) - first, np.int64(index[g])
         for code in range(16):
-            count = np.float64(counts[g, code])
-            e += count * error_squares[row, code]
-            s += count * stored_squares[row, code]
-            m = max(m, min(count, 1.0) * error[row, code])
-        w = weights[exponent[g]]
-        all_stored += s * w
-        all_error += e * w
-        most = max(most, m * m * w)
-    sums[1] += all_stored
-    sums[2] += all_error
-    sums[3] = max(sums[3], np.sqrt(most))
+            tallies[byte, row, code] += np.uint32(counts[g, code])
 
 
 @compiled(fastmath=REASSOCIATE)

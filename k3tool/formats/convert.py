@@ -120,15 +120,14 @@ def _remap(
     words, exponent = _groups(source)
     out = np.empty((exponent.size, 16), table.bytes.dtype)
     compiled_mx.remap(words, index, table.bytes.reshape(-1), out)
-    squares = compiled_mx.group_squares(words, exponent, mx_tables.SQUARES, mx_tables.SCALE_SQUARES)
-    sums = np.array([squares, 0.0, 0.0, 0.0])
-    if table.lossy[index].any():
-        tables = (table.error, table.error_squares, table.stored_squares)
-        counts = _counts(words) if counts is None else counts
-        compiled_mx.remap_sums(counts, index, exponent, *tables, mx_tables.SCALE_SQUARES, sums)
-    else:
-        sums[1] = squares
-    return out, Measured(mxfp4.GROUP * exponent.size, *(float(value) for value in sums))
+    values = mxfp4.GROUP * exponent.size
+    if index.max(initial=0) < table.first_lossy:
+        squares = compiled_mx.group_squares(words, exponent, mx_tables.SQUARES, mx_tables.SCALE_SQUARES)
+        return out, Measured(values, squares, squares, 0.0, 0.0)
+    first, last = int(exponent.min()), int(exponent.max())
+    tallies = np.zeros((last - first + 1, len(table.bytes), 16), np.uint32)
+    compiled_mx.tally(_counts(words) if counts is None else counts, index, exponent, first, tallies)
+    return out, table.measure(values, tallies, first)
 
 
 def _counts(words: NDArray[np.uint64]) -> NDArray[np.uint8]:

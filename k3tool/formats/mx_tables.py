@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from k3tool.formats import bnb
 from k3tool.formats.codes import E2M1, E2M1_MAGNITUDES, E4M3, bf16_to_f32, f32_to_bf16, round_e2m1, round_e4m3
+from k3tool.formats.measure import Measured
 
 LOW, HIGH = np.arange(256) & 15, np.arange(256) >> 4
 FP8_TOP, FP8_STEPS = 6, 24  # 6 x 2^6 is below 448; 24 binades lower every code rounds to zero
@@ -51,17 +52,21 @@ class Table:
         return np.abs(self.stored - E2M1.astype(np.float64))
 
     @cached_property
-    def error_squares(self) -> NDArray[np.float64]:
-        return self.error**2
+    def first_lossy(self) -> int:
+        """The first row in which some code changes its value; the number of rows where there is none."""
+        lossy = (self.error > 0).any(axis=1)
+        return int(np.argmax(lossy)) if np.any(lossy) else len(self.error)
 
-    @cached_property
-    def stored_squares(self) -> NDArray[np.float64]:
-        return self.stored**2
-
-    @cached_property
-    def lossy(self) -> NDArray[np.bool_]:
-        """[rows] whether any code of the row changes its value."""
-        return np.asarray((self.error > 0).any(axis=1))
+    def measure(self, values: int, tallies: NDArray[np.uint32], first: int) -> Measured:
+        """What a remapping changed, from how often each code met each row and scale byte (see `compiled_mx.tally`)."""
+        scales = slice(first, first + len(tallies))
+        by_row = np.einsum("brc,b->rc", tallies, SCALE_SQUARES[scales])
+        source = float((by_row.sum(axis=0) * E2M1.astype(np.float64) ** 2).sum())
+        largest = ((tallies > 0) * self.error).max(axis=(1, 2), initial=0.0)
+        peak = float((largest * np.sqrt(SCALE_SQUARES[scales])).max())
+        return Measured(
+            values, source, float((by_row * self.stored**2).sum()), float((by_row * self.error**2).sum()), peak
+        )
 
 
 def _pairs(codes: NDArray, dtype: type, bits: int) -> NDArray:

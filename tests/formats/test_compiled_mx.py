@@ -47,13 +47,16 @@ def test_remap_is_a_look_up(groups, table: mx_tables.Table) -> None:
     out = np.empty(packed.shape, table.bytes.dtype)
     compiled_mx.remap(words, index, table.bytes.reshape(-1), out)
     assert np.array_equal(out, table.bytes[index[:, None], packed])
-    counts, sums = np.empty(words.shape, np.uint64), np.zeros(4)
+    counts, first = np.empty(words.shape, np.uint64), int(exponent.min())
     compiled_mx.census(words, counts)
-    tables = (table.error, table.error_squares, table.stored_squares)
-    compiled_mx.remap_sums(counts.view(np.uint8), index, exponent, *tables, mx_tables.SCALE_SQUARES, sums)
+    tallies = np.zeros((int(exponent.max()) - first + 1, len(table.bytes), 16), np.uint32)
+    compiled_mx.tally(counts.view(np.uint8), index, exponent, first, tallies)
+    assert tallies.sum() == codes.size
     scale = E8M0[exponent].astype(np.float64)[:, None]
+    source = E2M1[codes].astype(np.float64) * scale
     error, stored = table.error[index[:, None], codes] * scale, table.stored[index[:, None], codes] * scale
-    assert np.allclose(sums, [0, (stored**2).sum(), (error**2).sum(), error.max()], rtol=1e-12)
+    expected = [codes.size, (source**2).sum(), (stored**2).sum(), (error**2).sum(), error.max()]
+    assert np.allclose(table.measure(codes.size, tallies, first), expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("search", [False, True])
@@ -65,7 +68,7 @@ def test_choose_takes_the_least_error(groups, search: bool) -> None:
     compiled_mx.choose(counts.view(np.uint8), choices.squares, found)
     peak = (codes & 7).max(axis=1)
     rows = 8 * peak[:, None].astype(np.int64) + np.arange(8)
-    errors = choices.table.error_squares[rows[:, :, None], codes[:, None, :]].sum(axis=2)
+    errors = (choices.table.error**2)[rows[:, :, None], codes[:, None, :]].sum(axis=2)
     assert np.array_equal(found // 8, peak)
     chosen = np.take_along_axis(errors, found[:, None].astype(np.int64) % 8, axis=1)[:, 0]
     assert np.allclose(chosen, errors.min(axis=1), rtol=1e-12, atol=0)
