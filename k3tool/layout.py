@@ -258,7 +258,9 @@ def _why(layout: Layout, free: list[str], count: int) -> str:
         return f"{layout} is the only possible layout for {layout.ranks} GPUs with what was given"
     words: list[str] = []
     if layout.tp > 1:
-        where = f"stays inside a node of {NODE_GPUS}" if layout.tp <= NODE_GPUS else f"goes beyond a node of {NODE_GPUS}"
+        where = (
+            f"stays inside a node of {NODE_GPUS}" if layout.tp <= NODE_GPUS else f"goes beyond a node of {NODE_GPUS}"
+        )
         words.append(f"TP {layout.tp} {where} and splits every large matrix")
     if layout.ep > 1:
         words.append(f"EP {layout.ep} deals out whole experts")
