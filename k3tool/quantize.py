@@ -145,6 +145,7 @@ class PreparedQuantization:
         }
         said = [text for applies, text in _HARMFUL if any(applies(*entry) for entry in sorted(found))]
         assert self.change.section is not None
+        said += self.change.section.warnings
         return said + ([f"readable by {self.readers}"] if self.change.section.others else [])
 
     def as_json(self) -> dict[str, Any]:

@@ -126,7 +126,7 @@ class QuantizedForm:
                 hint=f"start from the release, leave the option out to keep {scheme}, or decode it with bf16 first",
             )
         rows, columns = formats.logical_shape(scheme, specs) or self._logical_shape(path)
-        exempt = f'keep it by a rule of a recipe: match = "re:.*{path.rpartition(".")[2]}", scheme = "keep"'
+        exempt = f'keep it by a rule of a recipe: match = "re:.*\\\\.{path.rpartition(".")[2]}", scheme = "keep"'
         formats.check_shape(choice.scheme, (rows, columns), group_size=choice.group_size, where=path, hint=exempt)
         outputs = formats.stored_tensors(
             choice.scheme,

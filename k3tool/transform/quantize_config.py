@@ -51,12 +51,14 @@ Summary = dict[str, dict[int | None, Storage]]
 
 class Section(NamedTuple):
     """config: the quantization_config, None where nothing is quantized. others: modules in ways that it cannot
-    express, pattern to scheme. readers: one line on what reads the result. files: further files, name to JSON."""
+    express, pattern to scheme. readers: one line on what reads the result. files: further files, name to JSON.
+    warnings: what engines will not like about it."""
 
     config: dict[str, Any] | None
     others: dict[str, str]
     readers: str
     files: dict[str, Any]
+    warnings: list[str]
 
 
 def summarize(items: Iterable[tuple[str, Kind]]) -> Summary:
@@ -98,7 +100,7 @@ def section(summary: Summary) -> Section:
             by_family[family][storage].setdefault(module, set()).add(layer)
     families = [family for family in by_family if family != "plain"]
     if not families:
-        return Section(None, {}, "everything that reads the release's bfloat16 tensors", {})
+        return Section(None, {}, "everything that reads the release's bfloat16 tensors", {}, [])
     main = max(families, key=lambda family: (_holds_experts(by_family[family]), family == "compressed-tensors"))
     others = {
         pattern: storage.scheme
@@ -108,14 +110,14 @@ def section(summary: Summary) -> Section:
         for pattern in _patterns(modules, summary)
     }
     config, files = _MAKERS[main](by_family[main], summary)
-    return Section(config, others, _readers(main, by_family[main], others), files)
+    return Section(config, others, _readers(main, others), files, broken_fusions(summary))
 
 
 def _holds_experts(groups: Mapping[Storage, Mapping[str, Any]]) -> bool:
     return any(".experts." in f".{module}" for modules in groups.values() for module in modules)
 
 
-def _readers(main: str, groups: Mapping[Storage, Mapping[str, Any]], others: Mapping[str, str]) -> str:
+def _readers(main: str, others: Mapping[str, str]) -> str:
     if others:
         schemes = " and ".join(sorted(set(others.values())))
         return f"k3tool alone: no engine's configuration holds {schemes} modules beside {main} ones"
@@ -179,6 +181,22 @@ def _ignored(summary: Summary, quantized: Mapping[Storage, Mapping[str, set[int 
             for module in covered:
                 left.pop(module)
     return [*wide, *_patterns(left, summary)]
+
+
+def broken_fusions(summary: Summary) -> list[str]:
+    """Modules that engines fuse into one but that are stored in different schemes, one line for each fused name."""
+    said: list[str] = []
+    for name, members in _FUSED.items():
+        parent, _, fused = name.rpartition(".")
+        held = {member: summary[f"{parent}.{member}"] for member in members if f"{parent}.{member}" in summary}
+        layers = set.intersection(*(set(where) for where in held.values())) if len(held) == len(members) else set()
+        mixed = [layer for layer in layers if len({where[layer] for where in held.values()}) > 1]
+        if mixed and fused not in ("fused_qkv_a_proj_with_mqa", "fused_qkvg_proj"):
+            schemes = ", ".join(sorted({where[mixed[0]].scheme for where in held.values()}))
+            said.append(
+                f"engines fuse {', '.join(members)} of {parent} and need one scheme for all of them; they would be {schemes}"
+            )
+    return said
 
 
 # compressed-tensors

@@ -480,6 +480,14 @@ def test_layers_and_fused_names_are_told_apart(mini: Path) -> None:
         assert covered(8, layers.format(3).replace("block_sparse_moe", "mlp") + "shared_experts." + leaf)
 
 
+def test_fused_projections_of_different_schemes_are_warned_about(mini: Path) -> None:
+    kept = tuple(Rule(rf"re:.*\.{leaf}$", Choice("keep")) for leaf in ("b_proj", "o_proj", "f_b_proj", "kv_b_proj"))
+    job = prepare(mini, Policy({"attention": Choice("int8")}, (*kept, Rule(r"re:.*\.q_b_proj", Choice("keep")))))
+    assert [text for text in job.warnings if "q_proj, k_proj, v_proj, g_proj, f_a_proj, b_proj" in text]
+    assert not [text for text in job.warnings if "q_a_proj" in text]
+    assert not prepare(mini, policy(shared="int8")).warnings
+
+
 def test_modelopt_writes_both_of_its_files(mini: Path, tmp_path: Path) -> None:
     quantize(mini, tmp_path / "out", experts="nvfp4-modelopt")
     document = json.loads((tmp_path / "out" / "hf_quant_config.json").read_bytes())
