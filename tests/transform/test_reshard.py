@@ -18,7 +18,7 @@ from k3tool.synthetic import tiny_config
 from k3tool.transform.expected import expected
 from tests.transform import cases
 
-SLOW = settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+SLOW = settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
 
 def request(layout: Layout, **more: object) -> Request:
@@ -58,13 +58,11 @@ def check_every_layout(document, files):
         for rank in range(layout.ranks):
             folder = rank_folder(rank, layout.ranks)
             held = cases.tensors_of(ranks, folder)
-            local, implied = expected(K3Config.from_bytes(ranks[f"{folder}/config.json"]))
-            specs = {name: TensorSpec(name, dtype, shape, 0, 0) for name, (dtype, shape, _) in held.items()}
-            assert conform(local, implied, specs).ok, (layout, rank)
-            assert held == cases.expected_rank(original, config, layout, rank), (
-                layout,
-                rank,
-            )
+            assert held == cases.expected_rank(original, config, layout, rank), (layout, rank)
+        # A third opinion, on names and shapes of one rank: the catalogue of a model with that rank's widths.
+        local, implied = expected(K3Config.from_bytes(ranks[f"{folder}/config.json"]))
+        specs = {name: TensorSpec(name, dtype, shape, 0, 0) for name, (dtype, shape, _) in held.items()}
+        assert conform(local, implied, specs).ok, (layout, rank)
         joined = cases.carry_out_in_memory(prepare(cases.as_source(ranks), Request(gpus=1, form="hf")))
         assert cases.tensors_of(joined) == original, layout
         assert joined["config.json"] == files["config.json"]
