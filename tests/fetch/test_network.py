@@ -232,10 +232,9 @@ def test_an_interrupt_ends_stalled_transfers_at_once(hub: StandIn, checkpoint: P
                 raise KeyboardInterrupt
 
     hub.faults.add(Fault("stall", match="model-0000[1-4]*", after=10_000, times=None))
-    began = time.monotonic()
+    patient = RetryPolicy(stall_s=3600.0)  # a transfer that waits for its stall to be noticed would hang here
     with pytest.raises(KeyboardInterrupt):
-        fetch(REPO, tmp_path / "out", progress=Interrupts(), max_workers=8)
-    assert time.monotonic() - began < 20  # the stall limit is 30 s
+        fetch(REPO, tmp_path / "out", progress=Interrupts(), max_workers=8, policy=patient)
     hub.faults.clear()
     sent = hub.bytes_sent
     result = fetch(REPO, tmp_path / "out")
