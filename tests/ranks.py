@@ -173,3 +173,11 @@ def talk(out: str) -> None:
             heard["failure"] = [type(error).__name__, error.exit_code, error.message, error.hint, error.told]
         heard["after"] = link.from_first(lambda: 7)
         Path(f"{out}/{rank}.json").write_text(json.dumps(heard))
+
+
+def give_way_for_long(*arguments: str) -> None:
+    """The command line, with more patience for rank 0 than any test has."""
+    from k3tool.parallel import world
+
+    world.GIVE_WAY_S = 10 * WAIT_S
+    command_line(*arguments)

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from k3tool.reshard import Request, reshard
 from k3tool.synthetic import tiny_config, write_checkpoint
 from tests.helpers import k3tool
 from tests.model.edit import edit_checkpoint
-from tests.ranks import break_rank, command_line, free_port, run_folders, started, talk
+from tests.ranks import WAIT_S, break_rank, command_line, free_port, give_way_for_long, run_folders, started, talk
 
 IDS = [5, 600, 17, 3, 3, 256, 500, 44, 8]
 TEXT = ",".join(map(str, IDS))
@@ -294,8 +293,8 @@ def test_a_wrong_number_of_processes_is_refused(
 def test_other_ranks_leave_the_word_to_the_first(home: Path, tmp_path: Path):
     """Refused before they meet: the others wait for rank 0 to be done (torchrun ends them then), before they speak."""
     arguments = run_arguments(home / name_of("released", Layout(tp=2)))
-    with started(tmp_path, 3, command_line, *arguments) as ranks:
-        ranks.processes[0].join(60)
+    with started(tmp_path, 3, give_way_for_long, *arguments) as ranks:
+        ranks.processes[0].join(WAIT_S)
         assert ranks.processes[0].exitcode == 2 and ranks.processes[1].is_alive() and ranks.processes[2].is_alive()
         assert "holds 2 ranks" in ranks.err[0] and ranks.err[1:] == ["", ""]
 
@@ -368,7 +367,8 @@ def endless(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("number", "victim", "seconds"), [(signal.SIGKILL, 1, "60"), (signal.SIGSTOP, 1, "2"), (signal.SIGKILL, 0, "60")]
+    ("number", "victim", "seconds"),
+    [(signal.SIGKILL, 1, "10000"), (signal.SIGSTOP, 1, "6"), (signal.SIGKILL, 0, "10000")],
 )
 def test_a_lost_rank_does_not_hang_the_others(
     number: signal.Signals, victim: int, seconds: str, endless: Path, tmp_path: Path
@@ -378,10 +378,8 @@ def test_a_lost_rank_does_not_hang_the_others(
         ranks.until_printed(0, 20)
         ranks.kill(victim, number)
         survivor = 1 - victim
-        begun = time.monotonic()
-        ranks.processes[survivor].join(40)
+        ranks.processes[survivor].join(WAIT_S)
         assert ranks.processes[survivor].exitcode == 13, ranks.err
-        assert time.monotonic() - begun < 40
     assert "lost contact with another rank" in ranks.err[survivor] and ranks.err[survivor].count("error: ") == 1
 
 
