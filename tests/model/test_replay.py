@@ -155,3 +155,18 @@ def test_views_and_allocations_are_no_work() -> None:
         x.view(2, 2, 6).unflatten(-1, (2, 3)).flatten(0, 1).unbind(0)
         x.to(torch.float32).t()
     assert recorder.problem == ""
+
+
+def test_working_memory_of_a_recording_is_its_own() -> None:
+    """Elsewhere it may be replaced by a larger piece at any time."""
+    from k3tool.kernels.cpu.scratch import Scratch
+
+    scratch = Scratch()
+    outside = scratch.address("row", 100)
+    with Recorder() as recorder:
+        inside = scratch.address("row", 100)
+        assert scratch.address("row", 50) == inside
+        assert scratch.address("row", 5000) != inside
+    assert scratch.address("row", 100) == outside != inside
+    held = [(t.data_ptr(), t.data_ptr() + t.numel()) for t in recorder.kept if isinstance(t, torch.Tensor)]
+    assert any(first <= inside < last for first, last in held)

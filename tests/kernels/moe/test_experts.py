@@ -146,6 +146,20 @@ def test_an_expert_named_twice_counts_twice(backend: str, tokens: int) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_equal_ids_are_summed_in_order_of_position(tokens: int) -> None:
+    """One is lost in 10^8 when it comes first, and is what remains when it comes last."""
+    layer = make("mxfp4", 3, 32, 64)
+    x = torch.randn(1, 64, generator=torch.Generator().manual_seed(3)).repeat(tokens, 1)
+    ids = torch.full((tokens, 3), 1)
+    lost = experts_forward(x, layer, ids, torch.tensor([[1.0, 1e8, -1e8]]).repeat(tokens, 1))
+    kept = experts_forward(x, layer, ids, torch.tensor([[1e8, -1e8, 1.0]]).repeat(tokens, 1))
+    once = experts_forward(x, layer, ids[:, :1].contiguous(), torch.ones(tokens, 1))
+    assert torch.equal(kept, once)
+    assert (lost - once).norm() > 0.5 * once.norm()
+
+
+@needs_compiler
 def test_the_order_of_slots_changes_nothing() -> None:
     """Sums run in ascending order of expert id, however the router happened to order them."""
     layer = make("mxfp4", 12, 32, 64)
