@@ -15,11 +15,13 @@ from k3tool.config import K3Config
 from k3tool.kernels import cpu as compiled
 from k3tool.kernels.attn_res import mix_blocks
 from k3tool.kernels.conv import causal_conv
+from k3tool.kernels.elementwise import add, convert, multiply_by_sigmoid, put
 from k3tool.kernels.kda import kda, kda_decode
 from k3tool.kernels.linear import linear
 from k3tool.kernels.mla import mla
 from k3tool.kernels.moe import DenseExperts, Experts, PackedExperts, experts_forward, gated_activation
 from k3tool.kernels.norm import gated_rms_norm, rms_norm
+from k3tool.kernels.router import select_experts
 
 WIDTH = 32  # one group of the packed formats
 
@@ -49,8 +51,11 @@ def warm_up(config: K3Config, dtype: torch.dtype) -> None:
     if config.attn_res_block_size is not None:
         mix_blocks(row[None], torch.zeros(WIDTH), 1e-5)
     gated_activation(row, row, config.activation, config.situ_beta, config.situ_linear_beta)
+    put(add(row, multiply_by_sigmoid(row, row)), torch.empty_like(row))
+    for other in (torch.float32, torch.bfloat16):
+        convert(convert(row, other), dtype)
     if config.num_experts:
-        ids, weights = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1)
+        ids, weights = select_experts(torch.zeros(1, 1), None, 1, activation=config.router_activation)
         betas = (config.situ_beta, config.situ_linear_beta)
         experts_forward(row, _experts(config.expert_scheme), ids, weights, config.activation, *betas)
     if "kda" in config.layer_kinds:
