@@ -33,6 +33,7 @@ class Draw:
     def __init__(self, device: torch.device, dtype: torch.dtype, num_experts: int = EXPERTS, seed: int = 0) -> None:
         self.device, self.dtype, self.num_experts = device, dtype, num_experts
         self.generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
+        self._experts: dict[str, Any] = {}
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> Tensor:
         dtype = dtype or self.dtype
@@ -58,7 +59,12 @@ class Draw:
         return ids, self.floats(tokens, TOP_K).abs() / TOP_K
 
     def experts(self, kind: str) -> Any:
-        """Random experts in the storage `kind`, of magnitudes that keep activations moderate."""
+        """Random experts in the storage `kind`, drawn once, of magnitudes that keep activations moderate."""
+        if kind not in self._experts:
+            self._experts[kind] = self._draw_experts(kind)
+        return self._experts[kind]
+
+    def _draw_experts(self, kind: str) -> Any:
         held: dict[str, Tensor] = {}
         for name, rows, columns in (("w1", INNER, WIDTH), ("w3", INNER, WIDTH), ("w2", WIDTH, INNER)):
             shape = (self.num_experts, rows)

@@ -382,7 +382,7 @@ def is_tame(lower_bound: float | None) -> bool:
 
 def products_options(key_dim: int, dtype: torch.dtype) -> list[Options]:
     """Configurations of `products_kernel`."""
-    sizes = [(32, 8), (64, 8), (32, 4)]
+    sizes = [(32, 8), (64, 8)]
     if IS_INTERPRETED:
         sizes = [(256, 4)]
     elif gpu() == "sm_80" or dtype == torch.float32:

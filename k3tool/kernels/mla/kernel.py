@@ -348,7 +348,7 @@ def split_options(latent: int, rope: int, rows: int, dtype: torch.dtype) -> list
     """Configurations of `split_kernel`: many heads share what is read of the cache."""
     sizes = {
         "sm_80": [(32, 32, 8, 1), (32, 16, 8, 2)],
-        "sm_90": [(64, 32, 8, 2), (64, 64, 8, 1), (32, 32, 4, 2)],
+        "sm_90": [(64, 32, 8, 2), (64, 32, 8, 1), (32, 32, 4, 2)],
         "sm_100": [(64, 32, 8, 1), (32, 32, 4, 2)],
         "gfx942": [(32, 16, 8, 1)],
         "gfx950": [(32, 32, 8, 1), (32, 16, 8, 1)],
