@@ -7,12 +7,14 @@ GPU tells. Not for a process that interprets kernels (`TRITON_INTERPRET`).
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from k3tool.kernels import lang
+from k3tool.kernels import lang, tuning
+from k3tool.kernels.cases import Case, Draw, all_cases
 
 
 @dataclass(frozen=True)
@@ -76,9 +79,18 @@ class Compiled:
 
 
 @contextmanager
-def recording(target: str) -> Iterator[list[Launch]]:
-    """Kernels that are launched inside are noted and not run. Launchers choose for `target`."""
+def recording(target: str, *, every: bool = False) -> Iterator[list[Launch]]:
+    """Kernels that are launched inside are noted and not run. Launchers choose for `target`.
+
+    every: a kernel with several configurations is noted in each of them.
+    """
     launches: list[Launch] = []
+    choose = tuning.best
+
+    def best(kernel: str, shape: Any, candidates: Any, launch: Any) -> Any:
+        for options in candidates[1:] if every else ():
+            launch(options)
+        return choose(kernel, shape, candidates, launch)
 
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         names = self.arg_names
@@ -88,9 +100,11 @@ def recording(target: str) -> Iterator[list[Launch]]:
 
     original, JITFunction.run = JITFunction.run, run  # type: ignore[method-assign]
     token = lang.TARGET.set(target)
+    tuning.best = best
     try:
         yield launches
     finally:
+        tuning.best = choose
         lang.TARGET.reset(token)
         JITFunction.run = original  # type: ignore[method-assign]
 
@@ -143,7 +157,8 @@ def _cuda_resources(asm: dict[str, Any]) -> tuple[int, int]:
         file.write(asm["cubin"])
         file.flush()
         text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return int(re.search(r"REG:(\d+)", text)[1]), int(re.search(r"STACK:(\d+)", text)[1])  # type: ignore[index]
+    found = re.findall(r"REG:(\d+) STACK:(\d+)", text)  # of the kernel and, rarely, of functions that it calls
+    return max(int(registers) for registers, _ in found), max(int(stack) for _, stack in found)
 
 
 def _hip_resources(asm: dict[str, Any]) -> tuple[int, int]:
@@ -153,3 +168,58 @@ def _hip_resources(asm: dict[str, Any]) -> tuple[int, int]:
         return int(re.search(rf"\.{key}:\s+(\d+)", asm["amdgcn"])[1])  # type: ignore[index]
 
     return number("vgpr_count"), number("private_segment_fixed_size")
+
+
+def launches_of(case: Case, target: Target, dtype: torch.dtype, *, every: bool = False) -> list[Launch]:
+    """What a case launches on `target`; with `every`, in all the configurations that may be chosen there."""
+    with recording(target.name, every=every) as launches:
+        case.twin("kernel")(**case.make(Draw(torch.device("meta"), dtype)))
+    return launches
+
+
+MAX_SPILLS = 256
+"""Bytes of a thread that a kernel may keep in memory for want of registers, in its first configuration in bfloat16."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel of one case, compiled."""
+
+    case: str
+    grid: tuple[int, ...]
+    compiled: Compiled
+
+    def problem(self) -> str:
+        """Which limit is broken, or nothing."""
+        found, most = self.compiled, TARGETS[self.compiled.target].shared_bytes
+        if found.shared_bytes > most:
+            return f"{found.kernel} takes {found.shared_bytes} bytes of shared memory of {most} on {found.target}"
+        if found.spills > MAX_SPILLS:
+            return f"{found.kernel} spills {found.spills} bytes of a thread on {found.target}, more than {MAX_SPILLS}"
+        return ""
+
+
+def compile_cases(
+    target: Target, dtype: torch.dtype, *, kernels: Collection[str] = (), once: bool = False
+) -> list[Row]:
+    """All cases as they would run on `target`, or only some kernels of them; with `once`, each kernel in one case."""
+    rows: list[Row] = []
+    seen: set[str] = set()
+    for case in all_cases():
+        for launch in launches_of(case, target, dtype):
+            if (kernels and launch.name not in kernels) or (once and launch.name in seen):
+                continue
+            seen.add(launch.name)
+            rows.append(Row(case.name, launch.grid, compile_launch(launch, target)))
+    return rows
+
+
+def main(arguments: list[str]) -> int:
+    """`TARGET [KERNEL ...]`: compile each kernel once; one line of JSON with what the compiler said."""
+    rows = compile_cases(TARGETS[arguments[0]], torch.bfloat16, kernels=arguments[1:], once=True)
+    sys.stdout.write(json.dumps([{**asdict(row.compiled), "problem": row.problem()} for row in rows]) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

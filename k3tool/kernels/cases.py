@@ -272,7 +272,7 @@ def _router(tokens: int) -> Case:
             "topk_groups": 1,
         }
 
-    moved = tokens * (EXPERTS * 4 + TOP_K * 12)
+    moved = tokens * (EXPERTS * 4 + TOP_K * 12) + EXPERTS * 4
     return Case(f"router, {tokens} tokens", "router", "select_experts", make, moved, moved)
 
 

@@ -137,14 +137,18 @@ def absorb_kernel(
 
 @triton.jit
 def split_kernel(
-    moved, q_rope, cache, totals, peaks, masses, rope_b, rope_t, rope_h, cache_b, cache_t, time, keys, per_split, heads,
-    scale, C: tl.constexpr, R: tl.constexpr, PADDED_C: tl.constexpr, PADDED_R: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    moved, q_rope, cache, totals, peaks, masses, visible, rope_b, rope_t, rope_h, cache_b, cache_t, time, keys, per_split,
+    heads, scale, C: tl.constexpr, R: tl.constexpr, PADDED_C: tl.constexpr, PADDED_R: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, HAS_VISIBLE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Programs (split, block of T x H query rows, sequence): attend to `per_split` cached tokens.
 
+    Of `keys` tokens, or with HAS_VISIBLE of the number that lies at `visible`.
+
     totals [B, T H, splits, C], peaks and masses [B, T H, splits]: sums of weighted latents, not yet divided.
     """
+    if HAS_VISIBLE:
+        keys = tl.load(visible).to(tl.int32)
     split, sequence = tl.program_id(0), tl.program_id(2).to(tl.int64)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = time * heads
@@ -222,10 +226,19 @@ def mla(q: Tensor, cache: Tensor, kv_b: Tensor, *, key_dim: int) -> Tensor:
     q, cache, kv_b = dense_last(q), dense_last(cache), kv_b.contiguous()
     out = torch.empty((*q.shape[:3], kv_b.shape[1] - key_dim), dtype=q.dtype, device=q.device)
     if out.numel() and q.shape[1] <= ABSORBED_QUERIES:
-        _absorbed(q, cache, kv_b, out, key_dim)
+        _absorbed(q, cache, kv_b, out, key_dim, None)
     elif out.numel():
         for index in range(q.shape[0]):
             _expanded(q[index], cache[index], kv_b, out[index], key_dim)
+    return out
+
+
+def mla_within(q: Tensor, cache: Tensor, kv_b: Tensor, visible: Tensor, *, key_dim: int) -> Tensor:
+    """See the public twin."""
+    q, cache, kv_b = dense_last(q), dense_last(cache), kv_b.contiguous()
+    out = torch.empty((*q.shape[:3], kv_b.shape[1] - key_dim), dtype=q.dtype, device=q.device)
+    if out.numel():
+        _absorbed(q, cache, kv_b, out, key_dim, visible)
     return out
 
 
@@ -258,8 +271,8 @@ def _expanded(q: Tensor, cache: Tensor, kv_b: Tensor, out: Tensor, key_dim: int)
             tuning.run("mla.prefill", (q_dim, value_dim, q.dtype, heads, tuning.bucket(time)), options, launch)
 
 
-def _absorbed(q: Tensor, cache: Tensor, kv_b: Tensor, out: Tensor, key_dim: int) -> None:
-    """q [B, T, H, N + R], cache [B, t, C + R] -> out [B, T, H, V]."""
+def _absorbed(q: Tensor, cache: Tensor, kv_b: Tensor, out: Tensor, key_dim: int, visible: Tensor | None) -> None:
+    """q [B, T, H, N + R], cache [B, t, C + R] -> out [B, T, H, V]. visible: how many of the t tokens count, or all."""
     batch, time, heads, q_dim = q.shape
     keys, latent, value_dim, rope = cache.shape[1], kv_b.shape[2], out.shape[3], q_dim - key_dim
     rows, scale = batch * time, q_dim**-0.5
@@ -278,8 +291,8 @@ def _absorbed(q: Tensor, cache: Tensor, kv_b: Tensor, out: Tensor, key_dim: int)
         row_blocks = triton.cdiv(time * heads, options["BLOCK_M"])
         parts = Parts.plan(keys, batch, time * heads, latent, row_blocks * batch, options["BLOCK_N"], q.device)
         split_kernel[(parts.splits, row_blocks, batch)](
-            moved, q[..., key_dim:], cache, *parts[:3], *q.stride()[:3], *cache.stride()[:2], time, keys,
-            parts.per_split, heads, scale, C=latent, R=rope, **shared, **options,
+            moved, q[..., key_dim:], cache, *parts[:3], parts.peaks if visible is None else visible, *q.stride()[:3], *cache.stride()[:2], time, keys,
+            parts.per_split, heads, scale, C=latent, R=rope, HAS_VISIBLE=visible is not None, **shared, **options,
         )  # fmt: skip
 
     options = split_options(latent, rope, time * heads, q.dtype)

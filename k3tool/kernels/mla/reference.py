@@ -15,6 +15,11 @@ def mla(q: Tensor, cache: Tensor, kv_b: Tensor, *, key_dim: int) -> Tensor:
     return torch.stack([attend(q[i], cache[i], kv_b, key_dim) for i in range(q.shape[0])])
 
 
+def mla_within(q: Tensor, cache: Tensor, kv_b: Tensor, visible: Tensor, *, key_dim: int) -> Tensor:
+    """See the public twin."""
+    return mla(q, cache[:, : int(visible)], kv_b, key_dim=key_dim)
+
+
 def absorbed(q: Tensor, cache: Tensor, kv_b: Tensor, key_dim: int) -> Tensor:
     """q [T, H, N + R], cache [t, C + R], kv_b [H, N + V, C] -> [T, H, V]: queries move into the latent space.
 

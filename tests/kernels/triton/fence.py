@@ -16,8 +16,10 @@ class Fence:
         self._empty = empty
         self._held: list[tuple[Tensor, int]] = []
 
-    def empty(self, *shape, dtype: torch.dtype = torch.float32, device=None) -> Tensor:
-        """Like torch.empty: NaN where the dtype has one, else the largest value."""
+    def empty(self, *shape, dtype: torch.dtype = torch.float32, device=None, **options) -> Tensor:
+        """Like torch.empty: NaN where the dtype has one, else the largest value. No fence around what has no memory."""
+        if torch.device(device or "cpu").type == "meta" or options:
+            return self._empty(*shape, dtype=dtype, device=device, **options)
         sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
         count = 1
         for size in sizes:

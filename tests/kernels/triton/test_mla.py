@@ -100,3 +100,16 @@ def test_bfloat16(time):
 def test_no_queries():
     q, cache, kv_b, n = inputs(0, 4)
     assert kernel.mla(q, cache, kv_b, key_dim=n).shape == (1, 0, 3, 24)
+
+
+@pytest.mark.parametrize("time", [1, 3])
+@pytest.mark.parametrize("visible", [3, 64, 65, 200])
+def test_part_of_a_cache_with_room(time, visible):
+    """What lies behind the visible tokens does not count, whatever it is."""
+    q, cache, kv_b, n = inputs(time, 256)
+    expected = reference.mla(q, cache[:, :visible], kv_b, key_dim=n)
+    cache[:, visible:] = 1e30
+    for count in (torch.tensor([visible]), torch.tensor([visible], dtype=torch.int32)):
+        found = kernel.mla_within(q, cache, kv_b, count, key_dim=n)
+        assert relative(found, expected) < BOUND
+    assert torch.equal(reference.mla_within(q, cache, kv_b, count, key_dim=n), expected)
