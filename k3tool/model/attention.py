@@ -15,7 +15,7 @@ from k3tool.kernels.conv import causal_conv
 from k3tool.kernels.elementwise import multiply_by_sigmoid
 from k3tool.kernels.kda import kda, kda_decode
 from k3tool.kernels.linear import linear
-from k3tool.kernels.mla import mla
+from k3tool.kernels.mla import mla, mla_within
 from k3tool.kernels.norm import gated_rms_norm, rms_norm
 from k3tool.model.cache import KdaState, LatentCache
 from k3tool.model.divided import row_linear
@@ -97,7 +97,11 @@ class MlaAttention:
         compressed = rows[:, self.query_width : rows.shape[1] - gate_width]
         normalized = rms_norm(compressed[:, :latent], self.kv_a_layernorm, LATENT_NORM_EPS)
         cached = cache.append(normalized.unsqueeze(0), compressed[:, latent:].unsqueeze(0), position)
-        out = mla(q.unflatten(-1, (self.heads, -1)).unsqueeze(0), cached, self.kv_b_proj, key_dim=self.key_dim)
+        q = q.unflatten(-1, (self.heads, -1)).unsqueeze(0)
+        if cache.visible is None:
+            out = mla(q, cached, self.kv_b_proj, key_dim=self.key_dim)
+        else:
+            out = mla_within(q, cached, self.kv_b_proj, cache.visible, key_dim=self.key_dim)
         out = out.squeeze(0).flatten(1)
         if self.has_gate:
             out = multiply_by_sigmoid(out, rows[:, rows.shape[1] - gate_width :])

@@ -6,7 +6,7 @@ forward pass. KDA states cannot be rewound; a snapshot (`clone`) is the only way
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from k3tool.config import K3Config
 from k3tool.kernels.elementwise import put
 
 if TYPE_CHECKING:
+    from k3tool.model.graph import Captured
     from k3tool.model.replay import RecordedStep
 
 FIRST_CAPACITY = 256  # tokens
@@ -38,7 +39,12 @@ class KdaState:
 
 
 class LatentCache:
-    """Normalized latent and shared key dimensions of every token: [1, capacity, C + R], grown by half when full."""
+    """Normalized latent and shared key dimensions of every token: [1, capacity, C + R], grown by half when full.
+
+    visible: how many tokens count of what `append` returns, on the device; None: all of them.
+    """
+
+    visible: Tensor | None = None
 
     def __init__(self, width: int, device: torch.device, dtype: torch.dtype) -> None:
         self.buffer = torch.empty(1, 0, width, device=device, dtype=dtype)
@@ -72,9 +78,11 @@ class Cache:
     """Everything one sequence needs to go on. `dtype` is the model's; KDA states are float32 in any case.
 
     recorded: the decode step as it was last written down for these tensors, see `k3tool.model.replay`.
+    captured: the same as a CUDA graph, see `k3tool.model.graph`.
     """
 
     recorded: RecordedStep | None = None
+    captured: Captured | None = None
 
     def __init__(self, config: K3Config, layers: Sequence[int], device: torch.device, dtype: torch.dtype) -> None:
         """layers: numbers of those that the cache is for."""
@@ -119,6 +127,13 @@ class Cache:
         twin = object.__new__(Cache)
         twin.position = self.position
         twin.layers = [layer.clone() for layer in self.layers]
+        return twin
+
+    def sharing(self, latents: Callable[[LatentCache], LatentCache]) -> Cache:
+        """A cache on the same memory, with `latents` in the place of latent caches."""
+        twin = object.__new__(Cache)
+        twin.position = self.position
+        twin.layers = [latents(layer) if isinstance(layer, LatentCache) else layer for layer in self.layers]
         return twin
 
     @property

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from k3tool.kernels.dispatch import runs_compiled, sole_threads
+from k3tool.model import graph
 from k3tool.model.cache import Cache
 from k3tool.model.decoder import Model, ResidualSums
 
@@ -40,6 +41,8 @@ class RecordedStep:
 @torch.inference_mode()
 def decode_step(model: Model, token: int, cache: Cache) -> Tensor:
     """Feed one token; float32 logits [vocab] of what follows it. Ranks call it together."""
+    if graph.captures(model):
+        return graph.decode_step(model, token, cache)
     ids = torch.tensor([token], dtype=torch.int64, device=model.device)
     if not _may_record(model):
         return model.logits(model.forward(ids, cache))[0]
