@@ -19,7 +19,9 @@ from k3tool.checkpoint.reader import Checkpoint
 from k3tool.errors import CapacityError
 from k3tool.generate import Session, run_session
 from k3tool.layout import Layout
+from k3tool.model.divided import row_linear
 from k3tool.model.load import prepare_model
+from k3tool.parallel.groups import Group
 from k3tool.parallel.link import joined
 from k3tool.reshard import Request, reshard
 from k3tool.synthetic import tiny_config, write_checkpoint
@@ -185,7 +187,19 @@ def test_first_layers_only(results: Path, home: Path):
     assert torch.equal(found["logits"], expected.logits) and found["tokens"].tolist() == [expected.token_ids] * 2
 
 
-def test_bfloat16_is_rounded_after_the_sum(results: Path, home: Path, whole: dict[str, Any]):
+def test_partial_sums_are_not_rounded():
+    class Other(Group):
+        size = 2
+
+        def sum(self, x: torch.Tensor) -> torch.Tensor:
+            assert x.dtype == torch.float32
+            return x - 1000.25
+
+    found = row_linear(torch.ones(1, 1, dtype=torch.bfloat16), torch.tensor([[1000.5]]), Other())
+    assert found.dtype == torch.bfloat16 and found.item() == 0.25
+
+
+def test_bfloat16(results: Path, home: Path, whole: dict[str, Any]):
     """Two ranks are as near to float32 as one process is."""
     exact = whole["released"].logits
     error = relative(alone(home / "released", dtype="bfloat16").logits, exact)
