@@ -1,7 +1,7 @@
 """The processor at hand and the compiler for it.
 
 Kernels ask `Target` how wide vectors are and which table look-up exists; everything else is portable LLVM IR.
-Compiling takes fractions of a second and needs neither a C compiler nor a writable cache folder.
+Compiling takes fractions of a second per kernel and needs no C compiler; what was compiled is kept (see `objects`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import llvmlite
 import llvmlite.binding as llvm
 from llvmlite import ir
+
+from k3tool.kernels.cpu import objects
 
 log = logging.getLogger(__name__)
 
@@ -66,15 +69,15 @@ class Library:
         )
         module.triple = llvm.get_process_triple()
         module.data_layout = str(machine.target_data)
-        parsed = llvm.parse_assembly(str(module))
-        parsed.verify()
-        # Kernels are vectorized and unrolled as written; doing it again costs more time than it saves.
-        options = llvm.create_pipeline_tuning_options(speed_level=2)
-        options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
-        passes = llvm.create_pass_builder(machine, options)
-        passes.getModulePassManager().run(parsed, passes)
-        self.assembly = lambda: machine.emit_assembly(parsed)
-        self._engine: Any = llvm.create_mcjit_compiler(parsed, machine)
+        text = str(module)
+        version = f"llvmlite {llvmlite.__version__}, LLVM {llvm.llvm_version_info}, passes {_PASSES}"
+        key = objects.key_of(version, target.cpu, target.features, text)
+        code = objects.load(key)
+        if code is None:
+            code = _compile(text, machine)
+            objects.save(key, code)
+        self._engine: Any = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+        self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         self._engine.finalize_object()
 
     def address(self, name: str) -> int:
@@ -83,3 +86,18 @@ class Library:
     def function(self, name: str, params: int, *, returns: bool = False) -> Any:
         prototype = ctypes.CFUNCTYPE(ctypes.c_int64 if returns else None, *[ctypes.c_int64] * params)
         return prototype(self.address(name))
+
+
+_PASSES = 1  # to be counted up when `_compile` changes
+
+
+def _compile(text: str, machine: Any) -> bytes:
+    """An object file. Raises RuntimeError."""
+    parsed = llvm.parse_assembly(text)
+    parsed.verify()
+    # Kernels are vectorized and unrolled as written; doing it again costs more time than it saves.
+    options = llvm.create_pipeline_tuning_options(speed_level=2)
+    options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
+    passes = llvm.create_pass_builder(machine, options)
+    passes.getModulePassManager().run(parsed, passes)
+    return machine.emit_object(parsed)
