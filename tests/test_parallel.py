@@ -48,7 +48,7 @@ def kimi_linear() -> dict[str, Any]:
 
 
 CHECKPOINTS = {
-    "released": lambda: tiny_config(num_layers=8, vocab_size=639, **WIDE),
+    "released": lambda: tiny_config(num_layers=5, vocab_size=639, **WIDE),
     "kimi-linear": kimi_linear,
     "no latent": lambda: tiny_config(num_layers=4, vocab_size=640, latent_size=None, **WIDE),
     "no shared": lambda: tiny_config(num_layers=4, vocab_size=640, num_shared_experts=0, block_size=1, **WIDE),
@@ -244,7 +244,7 @@ def test_under_torchrun(count: int, layout: Layout, home: Path, whole: dict[str,
     document = json.loads(done.stdout)
     expected = whole["released"]
     assert document["token_ids"] == expected.token_ids and document["input_ids"] == IDS
-    assert document["layout"] == layout.as_json() and document["layers"] == 8 and len(document["ranks"]) == count
+    assert document["layout"] == layout.as_json() and document["layers"] == 5 and len(document["ranks"]) == count
     assert sum(rank["kda_state_bytes"] for rank in document["ranks"]) == expected.memory.kda_state_bytes
     assert done.stderr.count("decode 3 tokens") == 1 and isinstance(document["text"], str)
     found = load_file(out)
@@ -257,7 +257,7 @@ def test_kernels_are_checked_on_every_rank(home: Path, tmp_path: Path):
     with started(tmp_path, 2, command_line, *arguments) as ranks:
         assert ranks.wait().codes == [0, 0], ranks.err
     checks = json.loads(ranks.out[0])["checks"]
-    assert {check["layer"] for check in checks} == {*range(8), None} and all(check["ok"] for check in checks)
+    assert {check["layer"] for check in checks} == {*range(5), None} and all(check["ok"] for check in checks)
     assert len(checks) == len({(check["layer"], check["kernel"]) for check in checks})
 
 
