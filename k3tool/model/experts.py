@@ -1,4 +1,7 @@
-"""The routed experts of one layer, stacked: FP4 stays packed, plain matrices stay plain, anything else is decoded."""
+"""The routed experts of one layer, stacked: FP4 stays packed, plain matrices stay plain.
+
+Anything else is decoded to bfloat16 on a CPU and kept as it is stored on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from k3tool.catalog import EXPERT_MATRICES, expert_matrix_shapes
 from k3tool.config import K3Config
 from k3tool.errors import CheckpointCorrupt
 from k3tool.kernels.moe import DenseExperts, Experts, PackedExperts
+from k3tool.model.scaled_experts import SCALED, load_scaled
 from k3tool.model.weights import PLAIN_SCHEMES, Matrix, Weights
 
 # Scheme to the parts that hold codes, scales and, with NVFP4, the scale of the whole matrix.
@@ -41,6 +45,10 @@ def load_experts(weights: Weights, config: K3Config, prefix: str, owned: range) 
     Raises CheckpointCorrupt where the experts of a layer are not all stored in one scheme.
     """
     scheme = expert_storage(weights, config, prefix, owned)
+    if scheme in SCALED and keeps_stored(weights.device):
+        scaled = load_scaled(weights, config, prefix, owned, scheme)
+        if scaled is not None:
+            return scaled
     held: dict[str, Tensor] = {}
     for field in fields(config, scheme):
         stacked, staging = weights.allocate((len(owned), *field.shape), field.dtype)
@@ -54,6 +62,11 @@ def load_experts(weights: Weights, config: K3Config, prefix: str, owned: range) 
                 weights.raw(f"{prefix}.{expert}.{field.matrix}.{field.part}", destination)
     weights.check(lambda: settle(held, scheme, [f"{prefix}.{expert}" for expert in owned]))
     return assemble(held, scheme)
+
+
+def keeps_stored(device: torch.device) -> bool:
+    """Whether kernels of a device multiply FP8 and integers as they are stored."""
+    return device.type == "cuda"
 
 
 def expert_storage(weights: Weights, config: K3Config, prefix: str, owned: range) -> str:

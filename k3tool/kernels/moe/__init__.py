@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from k3tool.kernels.dispatch import twin
+from k3tool.kernels.moe import reference
 from k3tool.kernels.moe.experts import ACTIVATIONS, DenseExperts, Experts, PackedExperts
+from k3tool.kernels.moe.scaled import ScaledExperts
 
-__all__ = ["DenseExperts", "Experts", "PackedExperts", "experts_forward", "gated_activation"]
+__all__ = ["DenseExperts", "Experts", "PackedExperts", "ScaledExperts", "experts_forward", "gated_activation"]
 
 
 def experts_forward(
@@ -36,7 +38,10 @@ def experts_forward(
         raise ValueError(f"ids must be int64 and weights float32, found {ids.dtype} and {weights.dtype}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {ACTIVATIONS}, found {activation!r}")
-    return twin("moe", "experts_forward", x)(x, experts, ids, weights, activation, beta, linear_beta)
+    run = twin("moe", "experts_forward", x)
+    if isinstance(experts, ScaledExperts) and run.__module__.endswith(".cpu"):  # that one knows FP4 and plain matrices
+        run = reference.experts_forward
+    return run(x, experts, ids, weights, activation, beta, linear_beta)
 
 
 def gated_activation(gate: Tensor, up: Tensor, activation: str, beta: float, linear_beta: float) -> Tensor:

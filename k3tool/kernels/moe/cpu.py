@@ -99,6 +99,7 @@ def _prepare(experts: Experts) -> _Layer:
         name, table = str(experts.w1.dtype).removeprefix("torch."), ones
         matrices = [(getattr(experts, w), ones, ones) for w in ("w1", "w3", "w2")]
     else:
+        assert isinstance(experts, PackedExperts)
         codes = torch.arange(256, dtype=torch.uint8).view(experts.w1_scale.dtype)
         name, table = f"fp4_{experts.group_size}", fp4.scale_values(codes)
         matrices = [_packed_matrix(experts, w, ones) for w in ("w1", "w3", "w2")]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from k3tool.kernels import mxfp4
+from k3tool.kernels.moe.scaled import ScaledExperts
 
 ACTIVATIONS = ("situ", "silu")
 
@@ -114,7 +115,7 @@ class DenseExperts:
         return getattr(self, name)[expert].to(dtype)
 
 
-Experts = PackedExperts | DenseExperts
+Experts = PackedExperts | DenseExperts | ScaledExperts
 
 
 def check_ids(ids: Tensor, num_experts: int) -> None:

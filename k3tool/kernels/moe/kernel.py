@@ -260,7 +260,9 @@ def experts_options(held: Stored, block_m: int, is_direct: bool, dtype: torch.dt
         sizes = [(64, 64, 4, 3), (128, 64, 8, 3)]
     else:
         sizes = [(64, 64, 8, 3), (128, 64, 8, 2), (64, 128, 8, 2)]
-    if gpu() == "sm_80" and block_m == 128:
+    if 0 < held.block_columns < 64 and block_m == 128 and not on_hip():  # scales meet sums often: more registers
+        sizes = [(32, 32, 8, 2), (64, 32, 8, 2)]
+    elif gpu() == "sm_80" and block_m == 128:
         sizes = [(32, 64, 8, 3), (64, 32, 8, 3)]
     found: list[Options] = []
     for n, k, warps, stages in sizes:

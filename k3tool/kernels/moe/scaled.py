@@ -9,6 +9,7 @@ from torch import Tensor
 
 FP8_BLOCK = 128
 KINDS = ("fp8", "int4", "int8")
+GROUP_SIZES = (0, 32, 64, 128)
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +33,7 @@ class ScaledExperts:
     def __post_init__(self) -> None:
         if self.kind not in KINDS or self.w1_codes.dim() != 3:
             raise ValueError(f"kind must be one of {KINDS} with stacked codes, found {self.kind!r}")
-        if self.group_size not in (0, 32, 64, 128) or (self.kind == "fp8" and self.group_size not in (0, FP8_BLOCK)):
+        if self.group_size not in GROUP_SIZES or (self.kind == "fp8" and self.group_size not in (0, FP8_BLOCK)):
             raise ValueError(f"{self.kind} has no groups of {self.group_size}")
         wide, inner = self.hidden_size, self.intermediate_size
         for name, rows, columns in (("w1", inner, wide), ("w3", inner, wide), ("w2", wide, inner)):

@@ -38,7 +38,7 @@ class Stored:
         return codes.shape[2], scales.shape[2], scales.shape[1] * scales.shape[2]
 
 
-def stored(experts: Experts | ScaledExperts) -> Stored:
+def stored(experts: Experts) -> Stored:
     """Raises ValueError for a kind of experts that has no kernel."""
     if isinstance(experts, DenseExperts):
         matrices = {name: (getattr(experts, name),) * 3 for name in ("w1", "w3", "w2")}

@@ -94,6 +94,7 @@ def test_cases_are_distinct_and_their_counts_plausible():
         assert all(name in inputs for name in case.in_place)
         held = sum(value.nbytes for value in inputs.values() if isinstance(value, torch.Tensor))
         if "experts" not in inputs:
-            # All inputs are read once, states and histories also written; outputs are of the size of inputs at most.
-            assert held * 0.9 <= case.floor_bytes <= held * 2.5, case.name
+            # All inputs are read once, states and histories also written; outputs are as large as inputs at most, but for
+            # those of FP4 decoding.
+            assert held * 0.99 <= case.floor_bytes <= held * (5 if case.kernel == "mxfp4" else 2), case.name
     assert replace(cases[0], target=0.5).twin("reference") is not None
