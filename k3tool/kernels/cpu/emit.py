@@ -40,6 +40,12 @@ def _is_float(type_: ir.Type) -> bool:
     return isinstance(_element(type_), (ir.FloatType, ir.HalfType))
 
 
+def _alignment(type_: ir.Type) -> int:
+    """Bytes: that of one number, whatever vector it is in."""
+    element: Any = _element(type_)
+    return element.width // 8 if isinstance(element, ir.IntType) else 2 if isinstance(element, ir.HalfType) else 4
+
+
 def constant(type_: ir.Type, number: float | Sequence[float]) -> ir.Constant:
     """A number in every lane, or one number per lane."""
     if isinstance(type_, ir.VectorType):
@@ -58,6 +64,11 @@ class Value:
     @property
     def type(self) -> ir.Type:
         return self.ir.type
+
+    @property
+    def lanes(self) -> int:
+        """Numbers in a vector; a scalar is one."""
+        return getattr(self.ir.type, "count", 1)
 
     def _with(self, other: Value | float) -> Any:
         return other.ir if isinstance(other, Value) else constant(self.type, other)
@@ -184,16 +195,11 @@ class Emitter:
         return self.builder.inttoptr(address.ir, POINTER)
 
     def load(self, type_: ir.Type, address: Value) -> Value:
-        """A scalar or vector from any address, aligned or not."""
-        align = _element(type_).width // 8 if isinstance(_element(type_), ir.IntType) else 4
-        if isinstance(_element(type_), ir.HalfType):
-            align = 2
-        return Value(self, self.builder.load(self._pointer(address), align=align, typ=type_))
+        """A scalar or vector from an address that is good for one of its numbers."""
+        return Value(self, self.builder.load(self._pointer(address), align=_alignment(type_), typ=type_))
 
     def store(self, value: Value, address: Value) -> None:
-        element = _element(value.type)
-        align = element.width // 8 if isinstance(element, ir.IntType) else 4
-        self.builder.store(value.ir, self._pointer(address), align=align)
+        self.builder.store(value.ir, self._pointer(address), align=_alignment(value.type))
 
     def prefetch(self, address: Value) -> None:
         """Ask for the cache line at any address; one that is not ours does no harm."""
@@ -206,7 +212,7 @@ class Emitter:
     def stack(self, bytes_: int) -> Value:
         """Address of scratch memory that lives until the function returns."""
         with self.builder.goto_entry_block():
-            slot = self.builder.alloca(I8, ir.Constant(I64, bytes_))
+            slot: Any = self.builder.alloca(I8, ir.Constant(I64, bytes_))
             slot.align = 64
             return Value(self, self.builder.ptrtoint(slot, I64))
 
@@ -214,7 +220,7 @@ class Emitter:
         """Address of constant 64-bit integers."""
         type_ = ir.ArrayType(I64, len(numbers))
         name = f"table{sum(isinstance(v, ir.GlobalVariable) for v in self.module.global_values)}"
-        data = ir.GlobalVariable(self.module, type_, name)
+        data: Any = ir.GlobalVariable(self.module, type_, name)
         data.linkage, data.global_constant = "internal", True
         data.initializer = ir.Constant(type_, list(numbers))
         return Value(self, self.builder.ptrtoint(data, I64))
@@ -291,7 +297,7 @@ class Emitter:
 
     def everywhere(self, conditions: Value) -> Value:
         """Do all lanes hold?"""
-        lanes = conditions.type.count
+        lanes = conditions.lanes
         return self.convert(conditions, ir.IntType(lanes), "bitcast").equals(-1)
 
     def smaller(self, one: Value, other: Value) -> Value:
@@ -316,7 +322,7 @@ class Emitter:
 
     def total(self, value: Value) -> Value:
         """Sum of the lanes of a float vector, by halving."""
-        lanes = value.type.count
+        lanes = value.lanes
         while lanes > 1:
             lanes //= 2
             low = self.shuffle(value, value, range(lanes))

@@ -39,8 +39,18 @@ class RowAddress:
 
 
 class Format(Protocol):
-    name: str
-    block: int  # columns
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def block(self) -> int:
+        """Columns of a block."""
+        ...
+
+    @property
+    def lanes(self) -> int:
+        """Numbers in each vector handed out."""
+        ...
 
     def columns(self) -> list[int]:
         """Column of the block behind each number handed out."""
@@ -65,8 +75,9 @@ class Format(Protocol):
         ...
 
 
-def _copy_completed(e: Emitter, source: Value, bytes_: Value, unit: ir.IntType, room: int) -> Value:
-    scratch, step = e.stack(room), unit.width // 8
+def _copy_completed(e: Emitter, source: Value, bytes_: Value, step: int, room: int) -> Value:
+    """`bytes_` bytes, a multiple of `step`, at any address, and zeros behind them."""
+    scratch, unit = e.stack(room), vector(I8, step)
     for offset in range(0, room, 8):
         e.store(e.number(0), scratch + offset)
     with e.loop(0, bytes_, step) as offset:
@@ -111,8 +122,7 @@ class Plain:
             e.store(load(column, self.lanes), out + 4 * column)
 
     def copy_tail(self, e: Emitter, at: RowAddress, columns: Value) -> RowAddress:
-        unit = I16 if self.bytes == 2 else I32
-        scratch = _copy_completed(e, at.weights, self.weight_bytes(columns), unit, self.block * self.bytes)
+        scratch = _copy_completed(e, at.weights, self.weight_bytes(columns), self.bytes, self.block * self.bytes)
         return RowAddress(scratch, at.scales, at.scale_table)
 
 
@@ -132,8 +142,12 @@ class Fp4:
         return f"fp4_{self.group}"
 
     @property
+    def lanes(self) -> int:
+        return self.target.float_lanes
+
+    @property
     def _quads(self) -> int:
-        return self.target.float_lanes // 4
+        return self.lanes // 4
 
     @property
     def block(self) -> int:
@@ -156,7 +170,7 @@ class Fp4:
         return columns >> (5 if self.group == 32 else 4)
 
     def vectors(self, e: Emitter, at: RowAddress) -> list[tuple[Value, Value | None]]:
-        count, lanes = 16 * self._quads, self.target.float_lanes
+        count, lanes = 16 * self._quads, self.lanes
         packed = e.load(vector(I8, count), at.weights)
         words = e.convert(e.convert(packed, vector(I16, count // 2), "bitcast") >> 4, packed.type, "bitcast")
         scales = self._scales(e, at)
@@ -177,7 +191,7 @@ class Fp4:
 
     def _look_up(self, e: Emitter, codes: Value) -> tuple[Value, Value]:
         """Low and high byte of the bfloat16 behind each code."""
-        count = codes.type.count
+        count = codes.lanes
         name = self.target.byte_lookup
         if name:
             tables = ([bits & 255 for bits in _CODES], [bits >> 8 for bits in _CODES])
@@ -213,7 +227,7 @@ class Fp4:
                 runs = [load(first + 4 * run, 4) for run in range(4)]
                 for offset, values in enumerate(transpose(e, runs)):
                     number = 4 * (offset & 1) + 2 * half + (offset >> 1)
-                    e.store(values, out + 4 * (number * self.target.float_lanes + 4 * quad))
+                    e.store(values, out + 4 * (number * self.lanes + 4 * quad))
 
     def in_order(self, e: Emitter, found: list[tuple[Value, Value | None]]) -> list[list[Value]]:
         """The scaled numbers of a block in order, sixteen columns at a time: the way back from `place`."""
@@ -224,13 +238,13 @@ class Fp4:
             for half in (0, 1):
                 numbers = [4 * (offset & 1) + 2 * half + (offset >> 1) for offset in range(4)]
                 runs = transpose(e, [e.shuffle(vectors[n], vectors[n], four) for n in numbers])
-                while len(runs) > 1 and runs[0].type.count < self.target.float_lanes:
-                    joined = range(2 * runs[0].type.count)
+                while len(runs) > 1 and runs[0].lanes < self.lanes:
+                    joined = range(2 * runs[0].lanes)
                     runs = [e.shuffle(runs[i], runs[i + 1], joined) for i in range(0, len(runs), 2)]
                 stretches.append(runs)
         return stretches
 
     def copy_tail(self, e: Emitter, at: RowAddress, columns: Value) -> RowAddress:
-        weights = _copy_completed(e, at.weights, self.weight_bytes(columns), I64, self.block // 2)
-        scales = _copy_completed(e, at.scales, self.scale_bytes(columns), I8, 8 * -(-self.block // self.group // 8))
+        weights = _copy_completed(e, at.weights, self.weight_bytes(columns), 8, self.block // 2)
+        scales = _copy_completed(e, at.scales, self.scale_bytes(columns), 1, 8 * -(-self.block // self.group // 8))
         return RowAddress(weights, scales, at.scale_table)

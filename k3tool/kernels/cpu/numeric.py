@@ -21,7 +21,7 @@ _ROUNDING = 12582912.0  # 1.5 * 2^23: adding it leaves the nearest integer in th
 
 
 def _like(value: Value, element: ir.Type) -> ir.Type:
-    return vector(element, value.type.count) if isinstance(value.type, ir.VectorType) else element
+    return vector(element, value.lanes) if isinstance(value.type, ir.VectorType) else element
 
 
 def bits_of(e: Emitter, value: Value) -> Value:

@@ -66,7 +66,7 @@ def row_dots(
     Weights `ahead` bytes behind those at hand are asked for early: a row is too short for the processor to notice in
     time that it is read front to back.
     """
-    zero = e.number(0.0, vector(F32, _lanes(format_)))
+    zero = e.number(0.0, vector(F32, format_.lanes))
     sums = [[e.variable(zero), e.variable(zero)] for _ in rows]
     whole = columns // format_.block * format_.block
     with e.loop(0, whole, format_.block) as first:
@@ -87,12 +87,8 @@ def complete_tail(e: Emitter, format_: Format, at: RowAddress, whole: Value, col
     return format_.copy_tail(e, tail, columns - whole)
 
 
-def _lanes(format_: Format) -> int:
-    return format_.target.float_lanes if hasattr(format_, "target") else format_.lanes  # type: ignore[attr-defined]
-
-
 def _add_block(e: Emitter, format_: Format, at: RowAddress, x: Value, sums: list[Variable]) -> None:
-    lanes = _lanes(format_)
+    lanes = format_.lanes
     found = format_.vectors(e, at)
     xs = [e.load(vector(F32, lanes), x + 4 * lanes * index) for index in range(len(found))]
     if found[0][1] is None:
@@ -147,7 +143,7 @@ def widen_rows(
 ) -> None:  # fmt: skip
     """Columns span[0]..span[1] of `rows` rows as float32, in the format's order, to out [rows][DEPTH]."""
     first, last = span
-    lanes = _lanes(format_)
+    lanes = format_.lanes
     whole = columns // format_.block * format_.block
     with e.loop(0, rows) as row:
         row_at = at.shifted(row * row_bytes[0], row * row_bytes[1])

@@ -27,7 +27,7 @@ def gated(e: Emitter, gate: Value, up: Value, is_silu: Value, caps: Sequence[Val
     with e.when(is_silu):
         result.set(gate * likelihood * up)
     with e.otherwise(is_silu):
-        beta, of_beta, linear, of_linear = (e.splat(float_argument(e, cap), gate.type.count) for cap in caps)
+        beta, of_beta, linear, of_linear = (e.splat(float_argument(e, cap), gate.lanes) for cap in caps)
         result.set(beta * tanh(e, gate * of_beta) * likelihood * (linear * tanh(e, up * of_linear)))
     return result.get()
 

@@ -49,7 +49,7 @@ def _decode_block(e: Emitter, format_: Fp4, at: RowAddress, dtype: str, out: Val
     for number, values in enumerate(format_.in_order(e, format_.vectors(e, at))):
         with nullcontext() if columns is None else e.when(columns > 16 * number):
             for part, value in enumerate(values):
-                column = 16 * number + part * value.type.count
+                column = 16 * number + part * value.lanes
                 e.store(to_bfloat16(e, value) if dtype == "bfloat16" else value, out + column * SIZES[dtype])
 
 
