@@ -132,6 +132,7 @@ class Session:
 
     On one rank of several, `model` and `cache` are what this rank has of them, and all ranks call every method with the
     same arguments: each gets the same logits and the same tokens, and rank 0 samples.
+    observer: sees every prefill and decode step that is given none of its own.
     """
 
     label: str
@@ -143,6 +144,7 @@ class Session:
     finish_reason: str | None = None  # "stop" (an end token) or "length", once `generate` has ended
     prefill_timing: Timing = field(default_factory=Timing)
     decode_timing: Timing = field(default_factory=Timing)
+    observer: Observer | None = None
 
     @classmethod
     def open(
@@ -207,8 +209,9 @@ class Session:
         started = time.perf_counter()
         with self.backend.use():
             logits = prefill(
-                self.model, ids, self.cache, all_logits=all_logits, observe=observe, progress=self.progress
-            )
+                self.model, ids, self.cache, all_logits=all_logits, observe=observe or self.observer,
+                progress=self.progress,
+            )  # fmt: skip
         self._synchronize()
         self.prefill_timing = self.prefill_timing.plus(len(ids), time.perf_counter() - started)
         return logits
@@ -218,7 +221,7 @@ class Session:
         check_ids(self.config, [token])
         started = time.perf_counter()
         with self.backend.use():
-            logits = decode_one_token(self.model, token, self.cache, observe)
+            logits = decode_one_token(self.model, token, self.cache, observe or self.observer)
         self._synchronize()
         self.decode_timing = self.decode_timing.plus(1, time.perf_counter() - started)
         return logits

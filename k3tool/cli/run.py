@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,13 +14,14 @@ import typer
 
 from k3tool.cli.options import JsonOption, QuietOption
 from k3tool.cli.output import Output, print_failure
-from k3tool.errors import CheckFailed, Interrupted, K3Error, UsageError
+from k3tool.errors import CheckFailed, Interrupted, K3Error, UnsupportedError, UsageError
 from k3tool.units import format_bytes, parse_size
 
 if TYPE_CHECKING:
     from k3tool.config import K3Config
-    from k3tool.generate import RunResult, Timing
+    from k3tool.generate import RunResult, Session, Timing
     from k3tool.model.check import KernelCheck
+    from k3tool.model.recording import Recorder
     from k3tool.tokenizer import StreamDecoder, Tokenizer
 
 STARTS_OVER = "run the same command again: it starts over"
@@ -61,9 +63,16 @@ def command(
     logits_out: Annotated[
         Path | None, typer.Option("--logits-out", metavar="FILE", help="Write the logits as safetensors.")
     ] = None,
+    save_activations: Annotated[
+        Path | None,
+        typer.Option("--save-activations", metavar="FILE", help="Write mean squares of every matrix's inputs, for quantize --activations."),
+    ] = None,
+    gram: Annotated[
+        bool, typer.Option("--gram", help="And Gram matrices of the latent projections' inputs, for quantize --calibrated (24 GB for the release).")
+    ] = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
-) -> None:
+) -> None:  # fmt: skip
     """Generate from a prompt. Text streams to stdout as it appears; timing and memory follow on stderr.
 
     A folder of ranks runs under torchrun, one process for each: `torchrun --nproc-per-node N -m k3tool run RANKS_DIR ...`.
@@ -82,6 +91,7 @@ def command(
         raise UsageError("--chat renders text, and --input-ids gives ids", hint="leave out one of them")
     budget = parse_size(memory) if memory is not None else None
     world = world_of(os.environ)
+    _check_recording(save_activations, gram, world.size)
     printer = Printer()
     with Output("run", json=json, quiet=quiet or world.rank > 0) as output:
         rank_folder_of(folder, world)  # a wrong number of processes is known before anything slow is imported
@@ -104,26 +114,59 @@ def command(
             )  # fmt: skip
             output.close()
             checks = session.check(ids) if check else []
+            recorder = _recorder(session, save_activations, gram)
             try:
-                result = run_session(
-                    session, ids, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed,
-                    keep_logits=logits_out is not None, on_token=printer.token,
-                )  # fmt: skip
+                with recorder.watching() if recorder else nullcontext():
+                    result = run_session(
+                        session, ids, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed,
+                        keep_logits=logits_out is not None, on_token=printer.token,
+                    )  # fmt: skip
             except KeyboardInterrupt:
                 printer.finish()
                 raise Interrupted(STARTS_OVER).with_document(printer.so_far) from None
             printer.finish()
             if logits_out is not None and link.is_first:
                 write_logits(logits_out, result)
+            if recorder is not None and save_activations is not None:
+                recorder.write(save_activations)
             document = {**result.as_json(), "text": printer.text, "checks": [item.as_json() for item in checks]}
+            if recorder is not None:
+                document["activations"] = {"file": str(save_activations), "tokens": recorder.tokens, "gram": gram}
             failed = [item for item in checks if not item.ok]
             if failed:
                 raise _check_failed(failed, len(checks)).with_document(document)
         if world.rank == 0:
             output.result(document, essential=printer.shown)
             _report(output, result)
+            if recorder is not None:
+                output.note(
+                    f"{save_activations}: inputs of {recorder.tokens} tokens, for k3tool quantize --activations"
+                )
             if check:
                 output.note(_check_note(checks))
+
+
+def _check_recording(path: Path | None, gram: bool, ranks: int) -> None:
+    """Raises what cannot be recorded, before anything is read."""
+    if path is None:
+        if gram:
+            raise UsageError("--gram goes with --save-activations", hint="add --save-activations FILE")
+        return
+    if ranks > 1:
+        raise UnsupportedError(
+            "activations are recorded by one process, which sees whole matrices",
+            hint="run without torchrun on the whole checkpoint; with --memory SIZE its experts stream from disk",
+        )
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UsageError(f"cannot write {path}", hint="name a file in a folder that exists")
+
+
+def _recorder(session: Session, path: Path | None, gram: bool) -> Recorder | None:
+    if path is None:
+        return None
+    from k3tool.model.recording import Recorder
+
+    return Recorder(session, path.absolute().parent if gram else None)
 
 
 def parse_ids(text: str) -> list[int]:

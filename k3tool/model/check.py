@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from k3tool.kernels import dispatch
+from k3tool.kernels.router.ties import same_where_tied
 from k3tool.model import attention, decoder, divided, moe
 from k3tool.model.decoder import Model
 
@@ -66,7 +67,7 @@ def check_kernels(model: Model, ids: Sequence[int]) -> list[KernelCheck]:
     Runs on the backend that is active. Not for several threads at once: the model's calls are redirected meanwhile.
     """
     checker = _Checker(model.share.layers)
-    with checker.redirected():
+    with redirected(checker.checked):
         cache = model.new_cache()
         tokens = torch.tensor(list(ids[:CHECKED_TOKENS]), dtype=torch.int64, device=model.device)
         for _ in range(2):
@@ -77,6 +78,24 @@ def check_kernels(model: Model, ids: Sequence[int]) -> list[KernelCheck]:
     return [
         KernelCheck(layer, kernel, largest, rms, ok) for (layer, kernel), (largest, rms, ok) in checker.found.items()
     ]
+
+
+@contextmanager
+def redirected(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """The model's modules call `wrap(kernel)` inside, for every kernel that they call by name."""
+    originals = [
+        (caller, name, function)
+        for caller in _CALLERS
+        for name, function in vars(caller).items()
+        if inspect.isfunction(function) and function.__module__.startswith("k3tool.kernels.")
+    ]
+    try:
+        for caller, name, function in originals:
+            setattr(caller, name, wrap(function))
+        yield
+    finally:
+        for caller, name, function in originals:
+            setattr(caller, name, function)
 
 
 class _Checker:
@@ -92,24 +111,7 @@ class _Checker:
         if what == "hidden":
             self.layer = None if layer == self._last else layer + 1
 
-    @contextmanager
-    def redirected(self) -> Iterator[None]:
-        """The model's modules call `_checked` kernels inside."""
-        originals = [
-            (caller, name, function)
-            for caller in _CALLERS
-            for name, function in vars(caller).items()
-            if inspect.isfunction(function) and function.__module__.startswith("k3tool.kernels.")
-        ]
-        try:
-            for caller, name, function in originals:
-                setattr(caller, name, self._checked(function))
-            yield
-        finally:
-            for caller, name, function in originals:
-                setattr(caller, name, function)
-
-    def _checked(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(self, function: Callable[..., Any]) -> Callable[..., Any]:
         kernel, name = function.__module__.split(".")[2], function.__name__
         if kernel not in dispatch.KERNELS:
             return function
@@ -129,14 +131,18 @@ class _Checker:
                 if inputs.get(place) is not None:
                     inputs[place] = inputs[place].clone()
             # First: what the kernel writes into may be one of its inputs.
-            expected = _outputs(reference(**inputs), inputs)
+            expected = reference(**inputs)
             given = function(*args, **kwargs)
-            self._record(name, _outputs(given, bound.arguments), expected)
+            if isinstance(given, tuple):
+                routed = same_where_tied(given, expected, inputs["logits"], inputs["bias"], inputs["activation"])
+                self._record(name, routed[:1], routed[1:])
+            else:
+                self._record(name, _outputs(given, bound.arguments), _outputs(expected, inputs))
             return given
 
         return call
 
-    def _record(self, kernel: str, given: list[Tensor], expected: list[Tensor]) -> None:
+    def _record(self, kernel: str, given: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
         for found, wanted in zip(given, expected, strict=True):
             largest, rms, ok = compare(found, wanted)
             before = self.found.get((self.layer, kernel), (0.0, 0.0, True))
@@ -166,10 +172,6 @@ def compare(found: Tensor, expected: Tensor) -> tuple[float, float, bool]:
 
 
 def _outputs(result: Any, inputs: dict[str, Any]) -> list[Tensor]:
-    """The tensors to compare: the result, and what was changed in place. Routing is laid out over all experts, as the
-    order of the chosen ones is not specified."""
-    if isinstance(result, tuple):
-        ids, weights = result
-        result = weights.new_zeros(inputs["logits"].shape).scatter_add_(1, ids, weights)
+    """The tensors to compare: the result, and what was changed in place."""
     results = [] if result is None else [result]
     return [*results, *(inputs[place] for place in _IN_PLACE if inputs.get(place) is not None)]
