@@ -2,60 +2,95 @@
 
 from __future__ import annotations
 
+import os
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-PROMPT = 2048
-STEPS = 32
+from k3tool import release
+from k3tool.config import K3Config
+from k3tool.generate import decode_one_token, prefill
+from k3tool.kernels import dispatch
+from k3tool.layout import Layout
+from k3tool.model.check import check_kernels
+from k3tool.model.load import _build
+from k3tool.parallel.share import share_of
+
+STEPS, FIRST_STEPS = 32, 8  # the first ones run as usual, settle kernels and are captured; on a CPU 1 will do
 ROOM = 10 << 30  # left for activations
 LAYER_BYTES = 18 << 30  # more than any layer takes
+CHECKED_TOKENS = 16
 
 
-def run_model(deadline: float) -> dict[str, Any] | None:
-    """Build it, run a prompt and decode with and without a CUDA graph. None where numpy is absent (loading needs it)."""
-    try:
-        from k3tool import generate
-    except ImportError as error:
-        return {"text": f"no model: {error}"}
-    model, seconds = build(torch.device("cuda"), deadline)
-    layers = len(model.layers)
-    cache = model.new_cache()
-    ids = torch.randint(0, model.config.vocab_size, (PROMPT,)).tolist()
-    generate.prefill(model, ids, cache)  # compiles
-    found: dict[str, Any] = {"layers": layers, "prompt": PROMPT, "build_seconds": seconds}
-    cache = model.new_cache()
-    torch.cuda.synchronize()
-    begun = time.perf_counter()
-    logits = generate.prefill(model, ids, cache)
-    torch.cuda.synchronize()
-    found["prefill_ms"] = (time.perf_counter() - begun) * 1e3
-    found["decode_ms"] = decode(model, cache, logits)
-    found["weight_bytes_per_token"] = bytes_of_a_token(model)
-    found["finite"] = bool(torch.isfinite(logits).all())
-    found["text"] = (
-        f"model of true width, {layers} layers: prefill of {PROMPT} tokens {found['prefill_ms']:.1f} ms "
-        f"({PROMPT / found['prefill_ms'] * 1e3:,.0f} tokens/s), decode {found['decode_ms']:.3f} ms a token "
-        f"({found['weight_bytes_per_token'] / found['decode_ms'] / 1e9:.2f} TB/s of weights), built in {seconds:.0f} s"
-    )
+def run_model(device: torch.device, machine: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Build it, run a prompt, decode with a CUDA graph; then, while less than half of `seconds` is gone, decode kernel by
+    kernel, and compare every kernel with its reference on the way."""
+    begun = time.monotonic()
+    with dispatch.use("triton"):
+        model = build(device)
+        found: dict[str, Any] = {"layers": len(model.layers), "build_seconds": time.monotonic() - begun}
+        prompt = found["prompt"] = 2048 if device.type == "cuda" else 5
+        ids = torch.randint(0, model.config.vocab_size, (prompt,)).tolist()
+        prefill(model, ids, model.new_cache())  # compiles and chooses
+        cache = model.new_cache()
+        found["prefill_ms"], logits = timed(device, lambda: prefill(model, ids, cache))
+        found["finite"] = bool(torch.isfinite(logits).all())
+        found["decode_ms"] = decode(model, cache, logits)
+        found["is_captured"] = cache.captured is not None and cache.captured.step is not None
+        found["weight_bytes_per_token"] = bytes_of_a_token(model)
+        rate = found["weight_bytes_per_token"] / found["decode_ms"] * 1e3
+        found["text"] = (
+            f"model of true width, {found['layers']} layers: prefill of {prompt} tokens {found['prefill_ms']:.1f} ms "
+            f"({prompt / found['prefill_ms'] * 1e3:,.0f} tokens/s), decode {found['decode_ms']:.3f} ms a token "
+            f"({'captured' if found['is_captured'] else 'kernel by kernel'}), {rate / 1e12:.2f} TB/s of weights, "
+            f"{rate / machine['copy_bytes_per_second']:.0%} of the copy bandwidth; built in {found['build_seconds']:.0f} s"
+        )
+        if not found["finite"]:
+            found["text"] += "; ITS LOGITS ARE NOT FINITE"
+        if time.monotonic() - begun < seconds / 2:
+            found["text"] += further(model, ids, found)
     return found
 
 
-def decode(model: Any, cache: Any, logits: Tensor) -> float:
-    """Milliseconds of a greedy step, the first ones (ordinary, then captured) left out."""
-    from k3tool.generate import decode_one_token
+def further(model: Any, ids: list[int], found: dict[str, Any]) -> str:
+    """What is known beyond: decoding without a graph, and every kernel beside its reference on live activations."""
+    os.environ["K3TOOL_GRAPH"] = "0"
+    cache = model.new_cache()
+    found["uncaptured_decode_ms"] = decode(model, cache, prefill(model, ids[:64], cache))
+    checks = check_kernels(model, ids[:CHECKED_TOKENS])
+    found["checks"] = [check.as_json() for check in checks]
+    wrong = sorted({check.kernel for check in checks if not check.ok})
+    return (
+        f"; kernel by kernel {found['uncaptured_decode_ms']:.3f} ms a token; {len(checks)} checks on live activations: "
+        + (f"BEYOND THEIR BOUND {', '.join(wrong)}" if wrong else "all within their bounds")
+    )
 
-    cache.reserve(cache.position + STEPS + 8)
-    begun = 0.0
-    for step in range(STEPS + 8):
-        if step == 8:
-            torch.cuda.synchronize()
-            begun = time.perf_counter()
-        logits = decode_one_token(model, int(logits.argmax()), cache)
-    torch.cuda.synchronize()
-    return (time.perf_counter() - begun) / STEPS * 1e3
+
+def timed(device: torch.device, action: Any) -> tuple[float, Any]:
+    """Milliseconds, and what came of it."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    begun = time.perf_counter()
+    result = action()
+    wait()
+    return (time.perf_counter() - begun) * 1e3, result
+
+
+def decode(model: Any, cache: Any, logits: Tensor) -> float:
+    """Milliseconds of a greedy step, the first ones left out."""
+    first, then = (FIRST_STEPS, STEPS) if model.device.type == "cuda" else (1, 1)
+    cache.reserve(cache.position + first + then)
+
+    def steps(number: int, logits: Tensor) -> Tensor:
+        for _ in range(number):
+            logits = decode_one_token(model, int(logits.argmax()), cache)
+        return logits
+
+    logits = steps(first, logits)
+    return timed(model.device, lambda: steps(then, logits))[0] / then
 
 
 def bytes_of_a_token(model: Any) -> float:
@@ -70,21 +105,29 @@ def bytes_of_a_token(model: Any) -> float:
     return total
 
 
-def build(device: torch.device, deadline: float) -> tuple[Any, float]:
+def build(device: torch.device) -> Any:
     """The released architecture with random weights in the released storage, cut to the layers that fit."""
-    from k3tool import release
-    from k3tool.layout import Layout
-    from k3tool.model.load import _build
-    from k3tool.parallel.share import share_of
-
-    begun = time.monotonic()
     config = release.config()
-    free = torch.cuda.mem_get_info(device)[0]
-    number = max(1, min(config.num_layers, int((free - ROOM) // LAYER_BYTES) + 1))  # layer 0 has no experts
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+        number = max(1, min(config.num_layers, int((free - ROOM) // LAYER_BYTES) + 1))  # layer 0 has no experts
+    else:
+        config, number = tiny(config), 3
     share = share_of(config, Layout(), Layout().place(0), number)
     model = _build(random_weights(device), share, torch.bfloat16)
-    torch.cuda.synchronize()
-    return model, time.monotonic() - begun
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return model
+
+
+def tiny(config: K3Config) -> K3Config:
+    """Small enough for the interpreter: one layer of each kind and mixes of two snapshots."""
+    return replace(
+        config, vocab_size=64, hidden_size=64, layer_kinds=("kda", "mla", "kda"), kda_num_heads=2, kda_head_dim=16,
+        num_heads=2, q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16,
+        intermediate_size=64, num_experts=4, experts_per_token=2, moe_intermediate_size=64, latent_size=32,
+        attn_res_block_size=2,
+    )  # fmt: skip
 
 
 def random_weights(device: torch.device) -> Any:

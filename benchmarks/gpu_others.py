@@ -7,40 +7,34 @@ from typing import Any
 
 import torch
 
-from k3tool.kernels import kda, mla
-from k3tool.kernels.cases import DIM, HEADS, PROMPT, QUERY, SHARED, Case, Draw, all_cases
+from k3tool.kernels.cases import Draw, Sizes, all_cases
+from k3tool.kernels.kda import kernel as kda_kernel
+from k3tool.kernels.mla import kernel as mla_kernel
+
+Milliseconds = Callable[[list[Callable[[], Any]]], float]
 
 
-def other_implementations(milliseconds: Callable[[list[Any]], float], only: str) -> list[dict[str, Any]]:
-    """Time each beside ours on the same inputs."""
-    found = []
-    for name, compare in (("KDA prefill, fla-core", _fla), ("MLA prefill, torch attention", _torch_attention)):
-        if only not in name:
-            continue
-        try:
-            ours, theirs, error = compare(milliseconds)
-            text = f"ours {ours:.3f} ms, theirs {theirs:.3f} ms ({theirs / ours:.2f} times ours), apart by {error:.1e}"
-            found.append({"name": name, "ours_ms": ours, "theirs_ms": theirs, "error": error, "text": text})
-        except ImportError as error:
-            found.append({"name": name, "text": f"not installed ({error})"})
-        except Exception as error:  # another project's kernel that fails is no failure of ours
-            found.append({"name": name, "text": f"failed: {type(error).__name__}: {str(error)[:200]}"})
-    return found
-
-
-def _case(kernel: str) -> tuple[Case, dict[str, Any]]:
-    case = next(case for case in all_cases() if case.kernel == kernel)
-    return case, case.make(Draw(torch.device("cuda"), torch.bfloat16))
+def compare(name: str, device: torch.device, sizes: Sizes, milliseconds: Milliseconds) -> dict[str, Any]:
+    """Time it beside ours on the same inputs. What is not installed, or fails, is said in `text`."""
+    kernel, function = {"KDA prefill, fla-core": ("kda", _fla), "MLA prefill, torch attention": ("mla", _attention)}[
+        name
+    ]
+    case = next(case for case in all_cases(sizes) if case.kernel == kernel)
+    try:
+        ours, theirs, error = function(case.make(Draw(device, torch.bfloat16, sizes=sizes)), sizes, milliseconds)
+    except ImportError as problem:
+        return {"text": f"not installed ({problem})"}
+    text = f"ours {ours:.3f} ms, theirs {theirs:.3f} ms ({theirs / ours:.2f} times ours), apart by {error:.1e}"
+    return {"ours_ms": ours, "theirs_ms": theirs, "error": error, "text": text}
 
 
 def _apart(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
-def _fla(milliseconds: Callable[[list[Any]], float]) -> tuple[float, float, float]:
+def _fla(inputs: dict[str, Any], sizes: Sizes, milliseconds: Milliseconds) -> tuple[float, float, float]:
     from fla.ops.kda import chunk_kda
 
-    _, inputs = _case("kda")
     theirs = {
         "q": inputs["q"].contiguous(),
         "k": inputs["k"].contiguous(),
@@ -58,29 +52,34 @@ def _fla(milliseconds: Callable[[list[Any]], float]) -> tuple[float, float, floa
         "lower_bound": -5.0,
     }
     expected, _ = chunk_kda(**theirs)
-    found = kda.kda(**{**inputs, "state": inputs["state"].clone()})
+    found = kda_kernel.kda(**{**inputs, "state": inputs["state"].clone()})
     return (
-        milliseconds([lambda: kda.kda(**inputs)]),
+        milliseconds([lambda: kda_kernel.kda(**inputs)]),
         milliseconds([lambda: chunk_kda(**theirs)]),
         _apart(found, expected),
     )
 
 
-def _torch_attention(milliseconds: Callable[[list[Any]], float]) -> tuple[float, float, float]:
+def _attention(inputs: dict[str, Any], sizes: Sizes, milliseconds: Milliseconds) -> tuple[float, float, float]:
     """Keys and values expanded as in ours, then torch's causal attention with keys of 192 and values of 128."""
-    _, inputs = _case("mla")
     q, cache, kv_b = inputs["q"], inputs["cache"], inputs["kv_b"]
-    latent = cache.shape[2] - SHARED
     queries = q.transpose(1, 2)
 
     def attend() -> torch.Tensor:
-        pairs = torch.nn.functional.linear(cache[..., :latent], kv_b.flatten(0, 1)).unflatten(-1, (HEADS, 2 * DIM))
-        shared = cache[..., latent:].unsqueeze(2).expand(-1, -1, HEADS, -1)
-        keys = torch.cat([pairs[..., :DIM], shared], dim=-1).transpose(1, 2)
-        values = pairs[..., DIM:].transpose(1, 2)
-        out = torch.nn.functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=QUERY**-0.5)
+        pairs = torch.nn.functional.linear(cache[..., : sizes.latent], kv_b.flatten(0, 1))
+        pairs = pairs.unflatten(-1, (sizes.heads, 2 * sizes.dim))
+        shared = cache[..., sizes.latent :].unsqueeze(2).expand(-1, -1, sizes.heads, -1)
+        keys = torch.cat([pairs[..., : sizes.dim], shared], dim=-1).transpose(1, 2)
+        values = pairs[..., sizes.dim :].transpose(1, 2)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            queries, keys, values, is_causal=True, scale=sizes.query**-0.5
+        )
         return out.transpose(1, 2)
 
-    assert q.shape[1] == cache.shape[1] == PROMPT
-    found = mla.mla(**inputs)
-    return milliseconds([lambda: mla.mla(**inputs)]), milliseconds([attend]), _apart(found, attend())
+    assert q.shape[1] == cache.shape[1]
+    found = mla_kernel.mla(**inputs)
+    return (
+        milliseconds([lambda: mla_kernel.mla(**inputs)]),
+        milliseconds([attend]),
+        _apart(found, attend()),
+    )

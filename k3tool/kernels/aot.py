@@ -63,7 +63,8 @@ class Launch:
 
     @property
     def name(self) -> str:
-        return self.kernel.__name__
+        """With the package that it is in: `kda.scan_kernel`."""
+        return f"{self.kernel.__module__.split('.')[2]}.{self.kernel.__name__}"
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,42 @@ def launches_of(case: Case, target: Target, dtype: torch.dtype, *, every: bool =
     return launches
 
 
+class _Absent:
+    """The driver of a GPU that is not here: what Triton asks of it to compile."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = GPUTarget(target.backend, target.arch, target.warp_size)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def fill_cache(target: Target, dtypes: Collection[torch.dtype], part: int, parts: int) -> int:
+    """Compile what the cases may launch on `target`, in all configurations, into Triton's cache on disk.
+
+    Every `parts`-th launch, from number `part` on, so that several processes share the work. Compiled as at a launch:
+    a process with the GPU finds them all. What fails here fails again there, and is told there. Returns how many failed.
+    """
+    triton.runtime.driver.set_active(_Absent(target))
+    failed = 0
+    launches = [
+        launch for dtype in dtypes for case in all_cases() for launch in launches_of(case, target, dtype, every=True)
+    ]
+    for launch in launches[part::parts]:
+        arguments = [launch.arguments[name] for name in launch.kernel.arg_names]
+        try:
+            launch.kernel.warmup(*arguments, grid=launch.grid, **launch.options)
+        except Exception:  # a compiler raises what it likes
+            failed += 1
+    return failed
+
+
 MAX_SPILLS = 256
 """Bytes of a thread that a kernel may keep in memory for want of registers, in its first configuration in bfloat16."""
 
@@ -215,7 +252,13 @@ def compile_cases(
 
 
 def main(arguments: list[str]) -> int:
-    """`TARGET [KERNEL ...]`: compile each kernel once; one line of JSON with what the compiler said."""
+    """`TARGET [KERNEL ...]`: compile each kernel once; one line of JSON with what the compiler said.
+
+    `--fill TARGET PART PARTS`: see `fill_cache`.
+    """
+    if arguments[0] == "--fill":
+        part, parts = map(int, arguments[2:])
+        return int(fill_cache(TARGETS[arguments[1]], (torch.bfloat16, torch.float32), part, parts) > 0)
     rows = compile_cases(TARGETS[arguments[0]], torch.bfloat16, kernels=arguments[1:], once=True)
     sys.stdout.write(json.dumps([{**asdict(row.compiled), "problem": row.problem()} for row in rows]) + "\n")
     return 0

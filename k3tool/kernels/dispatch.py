@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ from torch import Tensor
 
 from k3tool.errors import UnsupportedError, UsageError
 from k3tool.kernels import cpu as compiled
+
+log = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "triton", "reference")
 KERNELS = ("attn_res", "conv", "elementwise", "kda", "linear", "mla", "moe", "mxfp4", "norm", "router")
@@ -93,6 +96,8 @@ def _find(kernel: str, function: str, device: str, backend: str) -> Callable[...
         module = importlib.import_module(f"k3tool.kernels.{kernel}.{wanted}")
         if hasattr(module, function):
             return getattr(module, function)
+    if wanted:
+        log.info("%s has no %s twin and runs as reference", f"{kernel}.{function}", wanted)
     return getattr(importlib.import_module(f"k3tool.kernels.{kernel}.reference"), function)
 
 

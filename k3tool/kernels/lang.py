@@ -51,7 +51,11 @@ def _present() -> str:
     if not torch.cuda.is_available():
         return "none"
     if torch.version.hip:
-        return "gfx950" if "gfx950" in torch.cuda.get_device_properties(0).gcnArchName else "gfx942"
+        return (
+            "gfx950"
+            if "gfx950" in torch.cuda.get_device_properties(torch.cuda.current_device()).gcnArchName
+            else "gfx942"
+        )
     major, _ = torch.cuda.get_device_capability()
     return {9: "sm_90", 10: "sm_100"}.get(major, "sm_80")
 

@@ -1,7 +1,7 @@
 """Which of a few pinned configurations of a kernel is fastest here: measured once per shape, remembered in a file.
 
-A kernel lists the configurations for a GPU generation, the one to trust first in front. Where nothing can be measured
-(no GPU, a CUDA graph being captured, `K3TOOL_TUNE=0`) the first one runs. The file is one per GPU and Triton version,
+A kernel lists the configurations for a GPU generation, the one to trust first in front. Where nothing is measured (no
+GPU, `K3TOOL_TUNE=0`) the first one runs; while a CUDA graph is captured, the one chosen before. The file is one per GPU and Triton version,
 `~/.cache/k3tool/` or `K3TOOL_CACHE`; losing it costs the measurements, nothing else.
 """
 
@@ -12,11 +12,13 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+from triton.errors import TritonError
 
 from k3tool.kernels import lang
 
@@ -40,7 +42,7 @@ def best(kernel: str, shape: Sequence[object], candidates: Sequence[Options], la
 
     shape: what the choice depends on. Raises what the last candidate raised where none can run.
     """
-    if len(candidates) == 1 or not can_measure():
+    if len(candidates) == 1 or not is_wanted():
         return candidates[0]
     key = f"{kernel}({', '.join(map(str, shape))}) of {len(candidates)}"
     path = cache_file()
@@ -48,6 +50,8 @@ def best(kernel: str, shape: Sequence[object], candidates: Sequence[Options], la
         _read.add(path)
         _chosen.update(_load(path))
     if not 0 <= _chosen.get(key, -1) < len(candidates):
+        if torch.cuda.is_current_stream_capturing():
+            return candidates[0]
         _chosen[key] = _fastest(key, candidates, launch)
         _save(path)
     return candidates[_chosen[key]]
@@ -58,16 +62,17 @@ def run(kernel: str, shape: Sequence[object], candidates: Sequence[Options], lau
     launch(best(kernel, shape, candidates, launch))
 
 
-def can_measure() -> bool:
+def is_wanted() -> bool:
+    """Is there a GPU to choose for?"""
     return (
         not lang.IS_INTERPRETED
         and lang.TARGET.get() is None
         and os.environ.get("K3TOOL_TUNE", "1") != "0"
         and torch.cuda.is_available()
-        and not torch.cuda.is_current_stream_capturing()
     )
 
 
+@cache
 def cache_file() -> Path:
     folder = Path(os.environ.get("K3TOOL_CACHE") or Path.home() / ".cache" / "k3tool")
     name = "".join(c if c.isalnum() else "-" for c in f"{torch.cuda.get_device_name()} triton {triton.__version__}")
@@ -79,8 +84,8 @@ def _fastest(key: str, candidates: Sequence[Options], launch: Launch) -> int:
     for options in candidates:
         try:
             times.append(_measure(lambda options=options: launch(options)))
-        except (triton.runtime.errors.OutOfResources, triton.runtime.errors.PTXASError) as error:
-            log.info("%s: %s cannot run here (%s)", key, options, error)
+        except (TritonError, RuntimeError) as error:  # too large for the GPU, or a compiler that gives up
+            log.warning("%s: %s cannot run here (%s)", key, options, str(error).strip().split("\n")[0])
             times.append(float("inf"))
             if options is candidates[-1] and min(times) == float("inf"):
                 raise

@@ -2,8 +2,8 @@
 
 A decode step at batch one is more than a thousand short kernels, and starting them one by one takes longer than they
 run. Their shapes do not change from token to token; what does change lies on the device: the token, its position, and
-how many cached tokens count. The first steps on a cache run as usual, which also settles the kernels' configurations; a
-cache that grows is captured anew.
+how many cached tokens count. The first step on a cache runs as usual, the next one on the fixed memory without being
+captured: nothing may be compiled, loaded or measured during a capture. A cache that grows is captured anew, the same way.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from k3tool.model.decoder import Model, ResidualSums
 
 log = logging.getLogger(__name__)
 
-ORDINARY_STEPS = 2  # before a capture: kernels are compiled and chosen in them
+ORDINARY_STEPS = 1  # before the memory of a step is fixed: the shortest answers are not worth it
 
 
 class Latents(LatentCache):
@@ -39,7 +39,10 @@ class Latents(LatentCache):
 
 
 class Step:
-    """A decode step on fixed memory. `run` does it; on a GPU `capture` makes a graph of that, which `play` repeats."""
+    """A decode step on fixed memory. `run` does it; on a GPU `capture` makes a graph of that, which `play` repeats.
+
+    has_run: all kernels of it are compiled, loaded and chosen, so that it may be captured.
+    """
 
     def __init__(self, model: Model, cache: Cache) -> None:
         self.model = model
@@ -48,6 +51,7 @@ class Step:
             torch.zeros(1, dtype=torch.int64, device=model.device) for _ in range(3)
         )
         self.cache = cache.sharing(lambda held: Latents(held.buffer, self.position, self.visible))
+        self.has_run = False
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: Tensor | None = None
 
@@ -62,10 +66,12 @@ class Step:
     def run(self) -> Tensor:
         """Logits [1, vocab] of the token that was set; states and caches go on by it."""
         sums = ResidualSums(self.model.enter(self.ids), self.model.slots, self.model.config.rms_norm_eps)
-        return self.model.logits(self.model.layers_and_norm(sums, self.cache))
+        logits = self.model.logits(self.model.layers_and_norm(sums, self.cache))
+        self.has_run = True
+        return logits
 
     def capture(self) -> None:
-        """Write the kernels of `run` down without running them."""
+        """Write the kernels of `run` down without running them. Only after a `run`."""
         torch.cuda.synchronize(self.model.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -110,15 +116,18 @@ def decode_step(model: Model, token: int, cache: Cache) -> Tensor:
         held.steps_before = max(0, held.steps_before - 1)
         ids = torch.tensor([token], dtype=torch.int64, device=model.device)
         return model.logits(model.forward(ids, cache))[0]
-    if held.step is None:
-        step = Step(model, cache)
-        try:
-            step.capture()
-        except RuntimeError as error:
-            held.problem = str(error).splitlines()[0]
-            log.warning("decode steps are not captured and run kernel by kernel: %s", held.problem)
-            return decode_step(model, token, cache)
-        held.step = step
-    logits = held.step.play(token, cache.position)
+    step = held.step = held.step or Step(model, cache)
+    if not step.has_run:
+        step.set(token, cache.position)
+        logits = step.run()[0]
+    else:
+        if step.graph is None:
+            try:
+                step.capture()
+            except RuntimeError as error:
+                held.step, held.problem = None, str(error).splitlines()[0]
+                log.warning("decode steps are not captured and run kernel by kernel: %s", held.problem)
+                return decode_step(model, token, cache)
+        logits = step.play(token, cache.position)
     cache.advance(1)
     return logits

@@ -5,6 +5,7 @@ What can be refused is refused before weights are read, and on all ranks with th
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,8 @@ from k3tool.model.load import prepare_model
 from k3tool.parallel.groups import make_parallel
 from k3tool.parallel.link import Link
 from k3tool.parallel.world import RankFolder, World, rank_folder_of
+
+log = logging.getLogger(__name__)
 
 
 class _Choice(NamedTuple):
@@ -45,8 +48,10 @@ def open_model(
     chosen = link.together(lambda: _choose(path, device, backend, link.world))
     own, unit = chosen.own, chosen.device
     own_devices = ":" not in device
+    log.info("%s kernels on %s: %s", chosen.backend.name, unit, chosen.backend.reason)
+    if unit.type == "cuda" and unit.index is not None:
+        torch.cuda.set_device(unit)  # the one that kernels are launched on
     if unit.type == "cuda" and link.world.size > 1:
-        torch.cuda.set_device(unit)
         link.uses_nccl = own_devices
     parallel = make_parallel(own.layout, own.place, unit, own_devices=own_devices, timeout=link.timeout)
     link.belongs(parallel)

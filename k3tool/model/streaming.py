@@ -7,21 +7,20 @@ shard); the slot used longest ago gives way. A prompt that visits more experts t
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from k3tool import formats
 from k3tool.catalog import expert_matrix_shapes
 from k3tool.checkpoint.source import Source
 from k3tool.config import K3Config
 from k3tool.kernels.moe import Experts
 from k3tool.model.experts import Field, assemble, expert_storage, fields, settle
-from k3tool.model.weights import Matrix, Weights, scatter
+from k3tool.model.weights import Matrix, Weights, formats, scatter
 
 Forward = Callable[..., Tensor]
 """`k3tool.kernels.moe.experts_forward`."""
@@ -36,7 +35,7 @@ class _Part(NamedTuple):
     shape: tuple[int, ...]
     nbytes: int
     shards: list[str]  # per expert
-    offsets: np.ndarray  # per expert, int64
+    offsets: array[int]  # per expert, 64 bits
 
 
 class StreamedExperts:
@@ -139,7 +138,7 @@ class StreamedExperts:
         reads: dict[str, list[tuple[int, memoryview]]] = {}
         for part in self._parts:
             view = stored[part.matrix, part.part]
-            reads.setdefault(part.shards[expert], []).append((int(part.offsets[expert]), view))
+            reads.setdefault(part.shards[expert], []).append((part.offsets[expert], view))
             self.read_bytes += part.nbytes
         for shard, pieces in reads.items():
             scatter(self._source, shard, sorted(pieces, key=lambda piece: piece[0]), None)
@@ -160,11 +159,11 @@ class StreamedExperts:
 
     def _decode(self, field: Field, stored: dict[tuple[str, str], memoryview], target: Tensor) -> None:
         arrays = {
-            part.part: formats.view(stored[part.matrix, part.part], part.dtype, part.shape)
+            part.part: formats().view(stored[part.matrix, part.part], part.dtype, part.shape)
             for part in self._parts
             if part.matrix == field.matrix
         }
-        target[0].copy_(torch.from_numpy(formats.dequantize(self._scheme, arrays, self._shapes[field.matrix])))
+        target[0].copy_(torch.from_numpy(formats().dequantize(self._scheme, arrays, self._shapes[field.matrix])))
 
 
 def stream_experts(weights: Weights, config: K3Config, prefix: str, owned: range, slots: int) -> StreamedExperts:
@@ -177,7 +176,7 @@ def stream_experts(weights: Weights, config: K3Config, prefix: str, owned: range
     for matrix, shape in expert_matrix_shapes(config).items():
         found = [weights.parts(Matrix(f"{prefix}.{expert}.{matrix}", shape)) for expert in owned]
         for part, place in found[0].items():
-            offsets = np.array([places[part].offset for places in found], np.int64)
+            offsets = array("q", (places[part].offset for places in found))
             shards = [places[part].shard for places in found]
             spec = place.spec
             parts.append(_Part(matrix, part, spec.dtype, spec.shape, spec.nbytes, shards, offsets))

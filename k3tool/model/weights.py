@@ -11,12 +11,12 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from k3tool import formats
 from k3tool.catalog import count
 from k3tool.checkpoint.header import TensorSpec
 from k3tool.checkpoint.reader import Checkpoint, Located
@@ -29,6 +29,13 @@ TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float
 PLAIN_SCHEMES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 READ_BYTES = 256 << 20  # one system call reads at most this much
 READ_BUFFERS = 1000  # and scatters it into at most this many destinations (IOV_MAX is 1024)
+
+
+def formats() -> ModuleType:
+    """`k3tool.formats`, when something is read from a checkpoint: it needs numpy, which a model by itself does not."""
+    from k3tool import formats
+
+    return formats
 
 
 class Matrix(NamedTuple):
@@ -75,8 +82,8 @@ class Weights:
         parts = {part: place.spec for part, place in self._parts(matrix).items()}
         if not parts.keys() & {"weight", "weight_packed"}:
             raise _missing(f"{self.source.label} holds no tensor {matrix.module}.weight")
-        scheme = formats.detect(parts, where=matrix.module, shape=matrix.shape)
-        found = formats.logical_shape(scheme, parts)
+        scheme = formats().detect(parts, where=matrix.module, shape=matrix.shape)
+        found = formats().logical_shape(scheme, parts)
         if found is not None and tuple(found) != tuple(matrix.shape):
             raise _mismatch(f"{matrix.module}.weight", [matrix.shape], found)
         return scheme
@@ -135,9 +142,9 @@ class Weights:
 
         def convert() -> None:
             arrays = {
-                part: formats.view(held[part], place.spec.dtype, place.spec.shape) for part, place in parts.items()
+                part: formats().view(held[part], place.spec.dtype, place.spec.shape) for part, place in parts.items()
             }
-            destination.copy_(torch.from_numpy(formats.dequantize(scheme, arrays, matrix.shape)))
+            destination.copy_(torch.from_numpy(formats().dequantize(scheme, arrays, matrix.shape)))
 
         self._conversions.append(convert)
 

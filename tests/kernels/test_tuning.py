@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+import torch
 from triton.runtime.errors import OutOfResources
 
 from k3tool.kernels import tuning
@@ -20,7 +21,8 @@ CANDIDATES = [{"SIZE": size} for size in TIMES]
 def launches(monkeypatch, tmp_path):
     """As if a GPU were here: launches are noted, and cost what `TIMES` says."""
     done: list[int] = []
-    monkeypatch.setattr(tuning, "can_measure", lambda: True)
+    monkeypatch.setattr(tuning, "is_wanted", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(tuning, "cache_file", lambda: tmp_path / "folder" / "kernels.json")
     monkeypatch.setattr(tuning, "_chosen", {})
     monkeypatch.setattr(tuning, "_read", set())
@@ -80,6 +82,16 @@ def test_what_cannot_run_is_not_chosen(launches):
 
     with pytest.raises(OutOfResources):
         tuning.best("other", (), CANDIDATES, never)
+
+
+def test_a_capture_takes_what_was_chosen_and_measures_nothing(launches, monkeypatch):
+    assert best(launches) == {"SIZE": 2}
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert best(launches) == {"SIZE": 2}
+    assert best(launches, shape=(3,)) == {"SIZE": 1}
+    assert launches == [1, 2, 3]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert best(launches, shape=(3,)) == {"SIZE": 2}  # the first of a capture is not remembered
 
 
 def test_the_first_runs_where_nothing_can_be_measured():

@@ -101,3 +101,14 @@ def test_command_line(mini: Path, capsys, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
     refused = k3tool(capsys, *options, "--backend", "triton", "--json")
     assert refused.code == 14 and "GPU" in refused.json["error"]["message"]
+
+
+@interpreted
+def test_the_choice_of_a_backend_is_logged_once(mini: Path, caplog):
+    with caplog.at_level("INFO", logger="k3tool.model.open"):
+        session = Session.open(mini, device="cpu", dtype="float32", backend="triton", layers=1)
+        session.prefill([1, 2, 3])
+        session.decode(4)
+    assert [record.message for record in caplog.records if record.name == "k3tool.model.open"] == [
+        "triton kernels on cpu: asked for, interpreted on the CPU"
+    ]
