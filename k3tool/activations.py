@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -34,6 +35,12 @@ READ_BYTES = 8 << 20
 AGAIN = "record it again: k3tool run DIR --save-activations FILE"
 _OTHERS = ("raw", "quantization", "dtype", "vision")  # of a configuration: not what the text model computes
 _DIAGONAL = 1e-3  # a Gram matrix and its mean squares are summed apart, in float32 and float64
+
+
+def is_recorded(path: str) -> bool:
+    """Whether a run records the inputs of a module: of those in layers, but not of embeddings, head and vision tower."""
+    name = parse_name(path + ".weight")
+    return name is not None and name.layer is not None
 
 
 def entry_of(path: str) -> str:
@@ -92,7 +99,7 @@ class Activations:
         specs = {spec.name: spec for spec in header.tensors}
         return cls(path, specs, header.data_start, int(tokens), said.get("model", ""))
 
-    @property
+    @cached_property
     def sha256(self) -> str:
         """Of the whole file: what is made with it depends on it."""
         digest = hashlib.sha256()

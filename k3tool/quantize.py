@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from k3tool.activations import Activations, is_recorded
 from k3tool.checkpoint.manifest import FileRecord
 from k3tool.checkpoint.reader import CONFIG_NAME
 from k3tool.checkpoint.source import Source, open_source
@@ -28,7 +29,7 @@ from k3tool.reshard import DEFAULT_SHARD_BYTES, Prepared, Request, closing_files
 from k3tool.reshard import prepare as prepare_reshard
 from k3tool.transform import quantize_config, quantize_report
 from k3tool.transform.forms import Opened
-from k3tool.transform.quantize import QuantizedForm, QuantizingResharder
+from k3tool.transform.quantize import COMPENSATED, QuantizedForm, QuantizingResharder, is_compensated
 from k3tool.transform.quantize_card import CARD_NAME, MAX_CARD_BYTES, SOURCE_CARD_NAME, model_card
 from k3tool.transform.quantize_config import Section
 from k3tool.transform.quantize_html import html_page
@@ -66,6 +67,8 @@ class Change:
     policy: Policy
     search: bool = True
     exact: bool = False
+    activations: Activations | None = None
+    calibrated: bool = False
     section: Section | None = None
     quantized: QuantizedForm | None = None
     command: str = "quantize"
@@ -79,6 +82,10 @@ class Change:
             said.append(f"--recipe ({len(self.policy.rules)} rules)")
         if not self.search:
             said.append("--scales plain")
+        if self.activations is not None:
+            said.append(f"--activations {self.activations.path.name}")
+        if self.calibrated:
+            said.append("--calibrated")
         return " ".join(said)
 
     @property
@@ -93,11 +100,20 @@ class Change:
 
     @property
     def description(self) -> Mapping[str, Any]:
-        return {"quantize": self.policy.as_json(), "scales": "search" if self.search else "plain"}
+        described: dict[str, Any] = {
+            "quantize": self.policy.as_json(),
+            "scales": "search" if self.search else "plain",
+        }
+        if self.activations is not None:
+            described["activations"] = self.activations.sha256
+        if self.calibrated:
+            described["calibrated"] = True
+        return described
 
     def form(self, opened: Opened) -> Form:
         quantized = QuantizedForm(opened.form, opened.splitter, self.policy)
         self._check_rules(quantized)
+        self._check_activations(quantized)
         self.section = quantize_config.section(quantize_config.summarize(quantized.items()))
         document = quantize_config.rewrite(opened.form.config.raw, self.section)
         quantized.config = K3Config.from_dict(document, where="the new config.json")
@@ -113,9 +129,30 @@ class Change:
                     hint="k3tool inspect --tensors shows the names; patterns after re: match from the start",
                 )
 
+    def _check_activations(self, quantized: QuantizedForm) -> None:
+        """Everything that will be asked of the activations is there, before anything is written."""
+        if self.activations is None:
+            return
+        self.activations.check_model(quantized.inner.config)
+        compensated = 0
+        for path, converting in quantized.changing.items():
+            if is_recorded(path):
+                self.activations.mean_square(path, converting.shape[1])
+            if self.calibrated and is_compensated(path, converting):
+                self.activations.check_gram(path, converting.shape[1])
+                compensated += 1
+        if self.calibrated and not compensated:
+            raise UsageError(
+                "--calibrated: no latent projection becomes a scheme whose errors can be compensated",
+                hint=f"add --latent with one of {', '.join(COMPENSATED)}",
+            )
+
     def resharder(self, form: Form, splitter: Splitter, target: Layout) -> Resharder:
         assert isinstance(form, QuantizedForm)
-        return QuantizingResharder(form, splitter, target, search=self.search, exact=self.exact)
+        return QuantizingResharder(
+            form, splitter, target, search=self.search, exact=self.exact, activations=self.activations,
+            calibrated=self.calibrated,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -211,15 +248,27 @@ def prepare(
     request: Request | None = None,
     scales: str = "search",
     exact: bool = False,
+    activations: str | Path | None = None,
+    calibrated: bool = False,
 ) -> PreparedQuantization:
-    """Plan from names, shapes and dtypes. Writes nothing.
+    """Plan from names, shapes and dtypes. Writes nothing. activations: a file that `k3tool run --save-activations` wrote.
+    calibrated: compensate the errors of the latent projections, which needs Gram matrices in that file.
 
     Raises what `k3tool.reshard.prepare` raises, UnsupportedError (14) for a scheme that a tensor cannot have or that
-    would quantize it twice, UsageError (2) for a rule that covers nothing or experts that would differ in a layer.
+    would quantize it twice, UsageError (2) for a rule that covers nothing or experts that would differ in a layer,
+    and what `k3tool.activations.Activations` raises for a file that is damaged or of another model.
     """
     if scales not in SCALES:
         raise UsageError(f"unknown way to choose scales {scales!r}", hint=f"write {' or '.join(SCALES)}")
-    change = Change(policy, search=scales == "search", exact=exact)
+    if calibrated and activations is None:
+        raise UsageError(
+            "--calibrated needs to know what the latent projections are multiplied with",
+            hint="k3tool run DIR --prompt-file TEXT --save-activations FILE --gram, then add --activations FILE",
+        )
+    if calibrated and scales == "plain":
+        raise UsageError("--calibrated starts from searched scales", hint="leave --scales plain out")
+    recorded = None if activations is None else Activations.open(activations)
+    change = Change(policy, search=scales == "search", exact=exact, activations=recorded, calibrated=calibrated)
     opened = open_source(source) if isinstance(source, (str, Path)) else source
     request = request or Request(gpus=1, form="hf", max_shard_bytes=default_shard_bytes(opened))
     return PreparedQuantization(prepare_reshard(opened, request, change), change)
@@ -242,6 +291,8 @@ def quantize(
     recipe: str | Path | None = None,
     scales: str = "search",
     exact: bool = False,
+    activations: str | Path | None = None,
+    calibrated: bool = False,
     max_rel_error: float | None = None,
     request: Request | None = None,
     options: Options | None = None,
@@ -249,13 +300,19 @@ def quantize(
 ) -> QuantizeResult:
     """Write `source` into `dest` with the components named in other schemes (None: what the recipe says, else kept).
 
+    activations: second moments of inputs, by which errors are weighted when scales are searched, and reported.
+    calibrated: compensate the errors of the latent projections as well.
     request: layout and shard sizes; by default one Hugging Face checkpoint. options: workers, memory, overwriting.
     Raises what `prepare` and `k3tool.execute.execute` raise, and CheckFailed (1) where `exact` would change a value
     or a component's relative error is beyond `max_rel_error`: then neither index nor configuration is written.
     """
     wanted = {"experts": experts, "latent": latent, "shared": shared, "attention": attention}
     with opened_source(source) as opened:
-        job = prepare(opened, make_policy(wanted, recipe), request=request, scales=scales, exact=exact)
+        policy = make_policy(wanted, recipe)
+        job = prepare(
+            opened, policy, request=request, scales=scales, exact=exact, activations=activations,
+            calibrated=calibrated,
+        )  # fmt: skip
         return carry_out(job, dest, max_rel_error=max_rel_error, options=options or Options(progress=progress))
 
 
@@ -335,6 +392,7 @@ def _closing(
         "source": job.prepared.opened.source.label,
         "policy": job.change.policy.as_json(),
         "scales": "search" if job.change.search else "plain",
+        **_activations(job.change),
         "readers": job.readers,
         "bytes_in": job.change.bytes_in,
         "bytes_out": job.bytes_out,
@@ -354,6 +412,13 @@ def _closing(
             yield SmallFile(CARD_NAME, card.encode())
             small = SmallFile(CONFIG_NAME, _json(job.prepared.opened.form.config.raw))
         yield small
+
+
+def _activations(change: Change) -> dict[str, Any]:
+    recorded = change.activations
+    if recorded is None:
+        return {}
+    return {"activations": {"file": recorded.path.name, "sha256": recorded.sha256, "tokens": recorded.tokens}}
 
 
 def _source_card(source: Source) -> str:

@@ -40,6 +40,8 @@ def command(
     attention: Annotated[str | None, typer.Option("--attention", metavar=Scheme, help="Projections of KDA and MLA.")] = None,
     recipe: Annotated[Path | None, typer.Option("--recipe", metavar="FILE.toml", help="Schemes by component, and rules by module name (re:PATTERN) and layer.")] = None,
     scales: Annotated[str, typer.Option("--scales", metavar="search|plain", help="Scales by least squares, or by the largest magnitude alone.")] = "search",
+    activations: Annotated[Path | None, typer.Option("--activations", metavar="FILE", help="Weight errors by what k3tool run --save-activations FILE recorded.")] = None,
+    calibrated: Annotated[bool, typer.Option("--calibrated", help="Compensate errors of --latent (GPTQ); needs --activations with --gram.")] = False,
     exact: Annotated[bool, typer.Option("--exact", help="Fail rather than change a value.")] = False,
     max_rel_error: Annotated[float | None, typer.Option("--max-rel-error", metavar="X", min=0.0, help="Fail where a component's relative error is larger.")] = None,
     report: Annotated[Path | None, typer.Option("--report", metavar="FILE.html", help="The errors as a page of its own.")] = None,
@@ -87,7 +89,8 @@ def command(
         if output_format == "gguf":
             named = {"--latent": latent, "--shared": shared, "--attention": attention, "--recipe": recipe,
                      "--gpus": gpus, "--tp": tp, "--ep": ep, "--pp": pp, "--layout": layout, "--rank": rank,
-                     "--report": report, "--max-rel-error": max_rel_error}  # fmt: skip
+                     "--report": report, "--max-rel-error": max_rel_error,
+                     "--activations": activations, "--calibrated": calibrated or None}  # fmt: skip
             _refuse(named, "--format gguf", "experts are chosen with --experts, all else with --trunk")
             from k3tool.gguf.write import DEFAULT_FILE_BYTES, GgufOptions
 
@@ -115,7 +118,8 @@ def command(
                 parse_ranges(rank, what="rank") if rank is not None else None,
                 parse_size(max_shard_size) if max_shard_size else default_shard_bytes(opened),
             )  # fmt: skip
-            job = prepare(opened, policy, request=request, scales=scales, exact=exact)
+            job = prepare(opened, policy, request=request, scales=scales, exact=exact, activations=activations,
+                          calibrated=calibrated)  # fmt: skip
             for warning in job.warnings:
                 output.progress.warn(warning)
             if dry_run:
@@ -181,15 +185,38 @@ def _show_gguf_plan(console: Console, document: dict[str, Any], dest: str) -> No
     )
 
 
+def _error(value: float | None) -> str:
+    return "" if value is None else f"{value:.5f}" if value else "0"
+
+
+def _gain(error: dict[str, Any]) -> str:
+    """What compensation has brought, in one line."""
+    before, after = error["searched"], error["compensated"]
+    change = f" ({after / before - 1:+.0%})" if before else ""
+    kept = (
+        f"; {error['rows_kept']:,} of {error['rows']:,} rows gained nothing and keep them" if error["rows_kept"] else ""
+    )
+    return (
+        f"error of outputs {error['plain']:.5f} with plain scales, {before:.5f} with searched ones, "
+        f"{after:.5f} compensated{change}{kept}"
+    )
+
+
 def _show(console: Console, document: dict[str, Any], dest: str) -> None:
+    touched = {name: item for name, item in document["components"].items() if item["scheme"] != "keep"}
+    weighted = any("weighted_error" in item for item in touched.values())
     rows = [
         (name, item["scheme"], f"{item['tensors']:,}", f"{item['exact_tensors']:,}",
-         f"{item['relative_error']:.5f}" if item["relative_error"] else "0", f"{item['max_error']:.3g}")
-        for name, item in document["components"].items()
-        if item["scheme"] != "keep"
+         _error(item["relative_error"]), *([_error(item.get("weighted_error"))] if weighted else []),
+         f"{item['max_error']:.3g}")
+        for name, item in touched.items()
     ]  # fmt: skip
+    columns = ("component", "scheme", "tensors", "exact", "relative error", *(["weighted error"] if weighted else []))
     if rows:
-        console.print(table(("component", "scheme", "tensors", "exact", "relative error", "max error"), rows))
+        console.print(table((*columns, "max error"), rows))
+    for name, item in touched.items():
+        if "output_error" in item:
+            console.print(f"{name}: {_gain(item['output_error'])}", markup=False)
     untouched = [name for name, item in document["components"].items() if item["scheme"] == "keep"]
     console.print(f"untouched: {', '.join(untouched) or 'nothing'}", markup=False)
     for name, item in document["components"].items():

@@ -237,7 +237,7 @@ def _top_in_use(source: Stored) -> int:
 # Everything else: tiles of float32.
 
 
-def _tiles(source: Stored) -> Iterator[tuple[slice, NDArray[np.float32]]]:
+def tiles(source: Stored) -> Iterator[tuple[slice, NDArray[np.float32]]]:
     """Rows and their values, TILE_ROWS at a time, in one reused buffer where the source allows it."""
     rows, columns = source.shape
     decode = _DECODE.get(source.scheme)
@@ -296,7 +296,7 @@ def _to_mxfp4(source: Stored, target: Target) -> Converted:
     rows, columns = source.shape
     packed, scale = np.empty((rows, columns // 2), np.uint8), np.empty((rows, columns // 32), np.uint8)
     shifts, sums = np.array(mxfp4.SHIFTS if target.search else (0,)), np.zeros(4)
-    for taken, tile in _tiles(source):
+    for taken, tile in tiles(source):
         compiled.quantize_mxfp4(tile, _column_weight(source), shifts, E8M0, packed[taken], scale[taken], sums)
     return _finish(source, {"weight_packed": packed, "weight_scale": scale}, sums)
 
@@ -307,7 +307,7 @@ def _to_integer(source: Stored, target: Target) -> Converted:
     stored = integer.stored_tensors(source.shape, group_size=target.group_size, dtype="BF16", bits=bits)
     raw, scale = np.empty((rows, columns * bits // 8), np.uint8), np.empty(stored["weight_scale"][1], np.uint16)
     factors, sums = _factors(target, integer.FACTORS[1 << (bits - 1)]), np.zeros(4)
-    for taken, tile in _tiles(source):
+    for taken, tile in tiles(source):
         compiled.quantize_integer(tile, _column_weight(source), factors, bits, raw[taken], scale[taken], sums)
     return _finish(source, _integer_parts(raw.view("<i4"), scale, source.shape), sums)
 
@@ -317,7 +317,7 @@ def _to_fp8(source: Stored, target: Target) -> Converted:
     down, across = (1, columns) if target.scheme == "fp8-channel" else (fp8.BLOCK, fp8.BLOCK)
     out, scale = np.empty((rows, columns), np.uint8), np.empty((rows // down, columns // across), np.float32)
     factors, sums, weight = _factors(target, fp8.FACTORS), np.zeros(4), _column_weight(source)
-    for taken, tile in _tiles(source):
+    for taken, tile in tiles(source):
         for row in range(0, taken.stop - taken.start, down):
             first = taken.start + row
             block = tile[row : row + down]
@@ -329,7 +329,7 @@ def _to_bnb(source: Stored, target: Target) -> Converted:
     size, columns = math.prod(source.shape), source.shape[1]
     codes, absmax, sums = np.empty((size // 64, 32), np.uint8), np.empty(size // 64, np.float32), np.zeros(4)
     _, order = bnb.bounds(target.scheme)
-    for taken, tile in _tiles(source):
+    for taken, tile in tiles(source):
         blocks = slice(taken.start * columns // 64, taken.stop * columns // 64)
         args = (tile.reshape(-1, 64), target.scheme == "nf4", order, bnb.TABLES[target.scheme])
         compiled.quantize_bnb(*args, codes[blocks], absmax[blocks], sums)
@@ -338,13 +338,13 @@ def _to_bnb(source: Stored, target: Target) -> Converted:
 
 def _to_plain(source: Stored, target: Target) -> Converted:
     out, sums = np.empty(source.shape, np.uint16), np.zeros(4)
-    for taken, tile in _tiles(source):
+    for taken, tile in tiles(source):
         compiled.round_bf16(tile, out[taken], sums)
     return _finish(source, {"weight": out}, sums)
 
 
 def _to_nvfp4(sources: Sequence[Stored], naming: str, target: Target) -> list[Converted]:
-    amax = max(float(np.abs(tile).max(initial=0)) for source in sources for _, tile in _tiles(source))
+    amax = max(float(np.abs(tile).max(initial=0)) for source in sources for _, tile in tiles(source))
     if not math.isfinite(amax):
         raise _not_finite(" and ".join(source.name for source in sources), "NaN or infinity")
     factor = nvfp4.global_scale(amax)
@@ -357,7 +357,7 @@ def _to_nvfp4(sources: Sequence[Stored], naming: str, target: Target) -> list[Co
             np.empty((rows, columns // 16), np.uint8),
             np.zeros(4),
         )
-        for taken, tile in _tiles(source):
+        for taken, tile in tiles(source):
             compiled.quantize_nvfp4(tile, _column_weight(source), shifts, factor, packed[taken], scale[taken], sums)
         overall = factor if naming == "compressed-tensors" else np.float32(1) / factor
         results.append(_finish(source, nvfp4.parts(naming, packed, scale, overall), sums))

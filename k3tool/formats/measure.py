@@ -56,6 +56,67 @@ class Measured(NamedTuple):
         return cls(int(values), *map(float, sums))
 
 
+class Outputs(NamedTuple):
+    """What calibrated quantization did to the products x W^T of a matrix: means of squares over recorded inputs x.
+
+    source: of the products; the others of their difference with plain scales, with searched scales, and as stored,
+    which in `rows_kept` of `rows` rows is what the search gave.
+    """
+
+    source: float
+    plain: float
+    searched: float
+    stored: float
+    rows_kept: int
+    rows: int
+
+    def relative(self, error: float) -> float:
+        """RMS of a difference over RMS of the products; infinite where products of zeros changed."""
+        if error == 0.0:
+            return 0.0
+        return math.sqrt(error / self.source) if self.source > 0 else math.inf
+
+
+class Weighted(NamedTuple):
+    """Sums over all weights of a tensor, each square times the mean square of the input that it meets.
+
+    source: of the weights; error: of the difference. They stand for the energy of outputs where inputs do not correlate.
+    """
+
+    source: float
+    error: float
+    outputs: Outputs | None = None
+
+    @property
+    def relative_error(self) -> float:
+        if self.error == 0.0:
+            return 0.0
+        return math.sqrt(self.error / self.source) if self.source > 0 else math.inf
+
+    def as_json(self) -> list[Any]:
+        return [self.source, self.error, *([list(self.outputs)] if self.outputs else [])]
+
+    @classmethod
+    def from_json(cls, row: Iterable[Any]) -> Weighted:
+        source, error, *outputs = row
+        made = None
+        if outputs:
+            *sums, kept, rows = outputs[0]
+            made = Outputs(*map(float, sums), int(kept), int(rows))
+        return cls(float(source), float(error), made)
+
+
+def total_weighted(rows: Iterable[Weighted]) -> Weighted:
+    """Of several tensors; outputs of those that have them."""
+    held = list(rows)
+    outputs = [row.outputs for row in held if row.outputs]
+    made = None
+    if outputs:
+        sums = (math.fsum(column) for column in zip(*(o[:4] for o in outputs), strict=True))
+        made = Outputs(*sums, sum(o.rows_kept for o in outputs), sum(o.rows for o in outputs))
+    return Weighted(math.fsum(row.source for row in held), math.fsum(row.error for row in held), made)
+
+
 def unchanged(values: int) -> Measured:
     """Nothing was changed, so that nothing had to be measured: the squares of the source are not known (0)."""
     return Measured(values, 0.0, 0.0, 0.0, 0.0)

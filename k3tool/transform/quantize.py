@@ -15,6 +15,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from k3tool import formats
+from k3tool.activations import Activations, is_recorded
 from k3tool.checkpoint.table import Kind, Tensors
 from k3tool.config import K3Config
 from k3tool.errors import CheckFailed, CheckpointCorrupt, UnsupportedError, UsageError
@@ -27,9 +28,11 @@ from k3tool.transform.reshard import Form, Resharder
 from k3tool.transform.split import Cut, Rule, Splitter, parsed, unit_of
 
 NATIVE = ("mxfp4", "bf16", "f16", "f32")  # may become anything; other schemes may only be decoded
+COMPENSATED = ("int4", "int8", "nvfp4", "nvfp4-modelopt", "mxfp4", "fp8-channel", "fp8-block")  # by `--calibrated`
 _DTYPES = {"bf16": "BF16", "f16": "F16", "f32": "F32"}
 _PARTNERS = {"w1": "w13", "w3": "w13", "gate_proj": "gate_up", "up_proj": "gate_up"}  # engines fuse these
 SCRATCH_BYTES = 16 << 20  # tables, indices and one tile of float32 rows
+WEIGHING_BYTES = 32 << 20  # the same tile in float64, before and after
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,13 +185,29 @@ class QuantizedForm:
 
 
 class QuantizingResharder(Resharder):
-    """Steps of a quantized form: modules that change are made in one step with those that share a scale."""
+    """Steps of a quantized form: modules that change are made in one step with those that share a scale.
 
-    def __init__(self, form: QuantizedForm, splitter: Splitter, target: Layout, *, search: bool, exact: bool) -> None:
+    activations: what squared errors count in each column, where a run has recorded it. calibrated: errors of the latent
+    projections are compensated, see `is_compensated`.
+    """
+
+    def __init__(
+        self,
+        form: QuantizedForm,
+        splitter: Splitter,
+        target: Layout,
+        *,
+        search: bool,
+        exact: bool,
+        activations: Activations | None = None,
+        calibrated: bool = False,
+    ) -> None:
         super().__init__(form, splitter, target)
         self.quantized = form
         self.search = search
         self.exact = exact
+        self.activations = activations
+        self.calibrated = calibrated
 
     def job(self, path: str, names: Sequence[str], size: int, *, tp_rank: int = 0, batch: str = "") -> FileJob:
         items = self._items(names)
@@ -246,8 +265,15 @@ class QuantizingResharder(Resharder):
                 cuts.append((part, axis, first, last))
                 outputs.append(TensorOut(f"{path}.{part}", kind.dtype, cut.shape(kind.shape)))
             works.append(Work(path, converting, tuple(inputs), tuple(cuts)))
-        transform = Convert(tuple(works), self.config_dtype(works[0]), search=self.search, exact=self.exact)
-        return Compute(tuple(outputs), tuple(needs), transform, SCRATCH_BYTES)
+        transform = Convert(
+            tuple(works),
+            self.config_dtype(works[0]),
+            search=self.search,
+            exact=self.exact,
+            activations=self.activations if is_recorded(paths[0]) else None,
+            calibrated=self.calibrated and is_compensated(paths[0], self.quantized.changing[paths[0]]),
+        )
+        return Compute(tuple(outputs), tuple(needs), transform, transform.working_bytes)
 
     def config_dtype(self, work: Work) -> str:
         return _DTYPES.get(work.converting.scheme, self.form.config.dtype)
@@ -277,6 +303,11 @@ class QuantizingResharder(Resharder):
         return cut, cut.axis, first, last
 
 
+def is_compensated(path: str, converting: Converting) -> bool:
+    """Whether `--calibrated` is for this module: a latent projection on its way into a scheme with scales of its own."""
+    return component_of(parse_name(path + ".weight")) == "latent" and converting.choice.scheme in COMPENSATED
+
+
 class Input(NamedTuple):
     """One stored part: its kind, the shapes of the regions that hold it, and the axis along which they join."""
 
@@ -299,17 +330,31 @@ class Work(NamedTuple):
 class Convert:
     """Modules that share what their format shares, from stored bytes to stored bytes.
 
-    Measures each: [path, scheme before, scheme after, out, in, `Measured` as JSON]. exact: raises CheckFailed
-    rather than change a value.
+    Measures each: [path, scheme before, scheme after, `Measured` as JSON, `Weighted` as JSON where there are
+    activations]. exact: raises CheckFailed rather than change a value. calibrated: one module, whose errors are
+    compensated.
     """
 
     works: tuple[Work, ...]
     dtype: str
     search: bool
     exact: bool
+    activations: Activations | None = None
+    calibrated: bool = False
 
     def describe(self) -> str:
-        return f"{self.works[0].converting.scheme} to {self._target().describe()}"
+        said = f"{self.works[0].converting.scheme} to {self._target().describe()}"
+        if self.activations is not None:
+            said += f", {'compensated' if self.calibrated else 'weighted'} by {self.activations.sha256[:16]}"
+        return said
+
+    @property
+    def working_bytes(self) -> int:
+        if self.calibrated:
+            from k3tool.formats.compensate import working_bytes
+
+            return SCRATCH_BYTES + working_bytes(self.works[0].converting.shape[1])
+        return SCRATCH_BYTES if self.activations is None else SCRATCH_BYTES + WEIGHING_BYTES
 
     def _target(self) -> Any:
         from k3tool.formats.convert import Target
@@ -318,16 +363,22 @@ class Convert:
         return Target(choice.scheme, choice.group_size, self.dtype, self.search)
 
     def apply(self, inputs: Sequence[Any]) -> Applied:
-        from k3tool.formats.convert import Stored, convert
+        from k3tool.formats.convert import Stored
 
         remaining = iter(inputs)
         sources = [
-            Stored(w.path, w.converting.scheme, {i.part: _assemble(i, remaining) for i in w.inputs}, w.converting.shape)
+            Stored(
+                w.path,
+                w.converting.scheme,
+                {i.part: _assemble(i, remaining) for i in w.inputs},
+                w.converting.shape,
+                self.activations and self.activations.mean_square(w.path, w.converting.shape[1]),
+            )
             for w in self.works
         ]
         outputs: list[Any] = []
         rows: list[list[Any]] = []
-        for work, made in zip(self.works, convert(sources, self._target()), strict=True):
+        for work, (made, weighted) in zip(self.works, self._converted(sources), strict=True):
             if self.exact and not made.measured.exact:
                 raise CheckFailed(
                     f"{work.path}: {work.converting.choice.scheme} changes values "
@@ -337,8 +388,26 @@ class Convert:
                 )
             outputs.extend(_kept(made.parts, part, axis, first, last) for part, axis, first, last in work.cuts)
             converting = work.converting
-            rows.append([work.path, converting.scheme, converting.choice.scheme, *made.measured.as_json()])
+            row = [work.path, converting.scheme, converting.choice.scheme, *made.measured.as_json()]
+            rows.append(row if weighted is None else [*row, weighted.as_json()])
         return Applied(outputs, rows)
+
+    def _converted(self, sources: Sequence[Any]) -> list[tuple[Any, Any]]:
+        """(Converted, Weighted or None) of each."""
+        from k3tool.formats.compensate import STRIP_ROWS, compensate
+        from k3tool.formats.convert import convert
+        from k3tool.formats.weighing import weigh
+
+        target = self._target()
+        if self.calibrated and self.activations is not None:
+            (source,) = sources
+            return [
+                compensate(source, target, partial(self.activations.gram, source.name, source.shape[1], STRIP_ROWS))
+            ]
+        made = convert(sources, target)
+        if self.activations is None:
+            return [(one, None) for one in made]
+        return [(one, weigh(s, target.scheme, one.parts)) for s, one in zip(sources, made, strict=True)]
 
 
 def _assemble(wanted: Input, inputs: Iterator[Any]) -> Any:

@@ -39,6 +39,7 @@ def html_page(source: str, document: Mapping[str, Any], rows: Sequence[Row]) -> 
         f"{format_duration(document['seconds'])}. Readable by: {escape(document['readers'])}.</p>",
         "<h2>Components</h2>",
         _components(document["components"]),
+        *_outputs(document["components"]),
         "<h2>Relative error by module and layer</h2>",
         _heatmap(rows),
         "<h2>Distribution of relative errors</h2>",
@@ -57,6 +58,7 @@ def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def _components(components: Mapping[str, Mapping[str, Any]]) -> str:
+    weighted = any("weighted_error" in entry for entry in components.values())
     lines = [
         (
             escape(name),
@@ -64,13 +66,41 @@ def _components(components: Mapping[str, Mapping[str, Any]]) -> str:
             f"{entry['tensors']:,}",
             f"{entry['exact_tensors']:,}",
             _error(entry["relative_error"]),
+            *([_error(entry["weighted_error"]) if "weighted_error" in entry else ""] if weighted else []),
             f"{entry['max_error']:.3g}",
             "" if entry.get("sqnr_db") is None else f"{entry['sqnr_db']:.1f} dB",
             "" if "cosine" not in entry else f"{entry['cosine']:.6f}",
         )
         for name, entry in components.items()
     ]
-    return _table(("component", "scheme", "tensors", "exact", "relative error", "max error", "SQNR", "cosine"), lines)
+    head = (
+        "component",
+        "scheme",
+        "tensors",
+        "exact",
+        "relative error",
+        "weighted error",
+        "max error",
+        "SQNR",
+        "cosine",
+    )
+    return _table(head, lines)
+
+
+def _outputs(components: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What error compensation brought, where there was any."""
+    held = {name: entry["output_error"] for name, entry in components.items() if "output_error" in entry}
+    lines = [
+        (
+            escape(name),
+            *(_error(error[key]) for key in ("plain", "searched", "compensated")),
+            f"{error['rows_kept']:,} of {error['rows']:,}",
+        )
+        for name, error in held.items()
+    ]
+    head = ("component", "plain scales", "searched scales", "compensated", "rows that keep the search")
+    said = "RMS of the difference of outputs over RMS of outputs, on the recorded inputs."
+    return ["<h2>Error of outputs</h2>", f"<p>{said}</p>", _table(head, lines)] if held else []
 
 
 def _error(value: float) -> str:
@@ -138,14 +168,17 @@ def _worst(rows: Sequence[Row]) -> str:
     changed = sorted((row for row in rows if not row.measured.exact), key=lambda row: -row.measured.relative_error)
     if not changed:
         return "<p>Every converted tensor holds exactly the values it held.</p>"
+    weighted = any(row.weighted for row in rows)
     lines = [
         (
             f"<code>{escape(row.path)}</code>",
             f"{escape(row.before)} to {escape(row.after)}",
             _error(row.measured.relative_error),
+            *([_error(row.weighted.relative_error) if row.weighted else ""] if weighted else []),
             f"{row.measured.peak:.3g}",
             f"{row.measured.cosine:.6f}",
         )
         for row in changed[:WORST_SHOWN]
     ]
-    return _table(("tensor", "change", "relative error", "max error", "cosine"), lines)
+    head = ("tensor", "change", "relative error", *(["weighted error"] if weighted else []), "max error", "cosine")
+    return _table(head, lines)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from k3tool.formats.measure import Measured, total
+from k3tool.formats.measure import Measured, Weighted, total, total_weighted
 from k3tool.names import component_of, parse_name
 
 REPORT_NAME = "k3tool-quantization.json"
@@ -20,7 +20,7 @@ class Row(NamedTuple):
     """One module: path, component and layer, scheme before and after, what the change did.
 
     Compact form, in ledgers and report files: [path, before, after, values, source, stored, error, peak], the last
-    four as in `Measured`.
+    four as in `Measured`; with activations, a list of what `Weighted` holds follows.
     """
 
     path: str
@@ -29,9 +29,10 @@ class Row(NamedTuple):
     before: str
     after: str
     measured: Measured
+    weighted: Weighted | None = None
 
 
-COLUMNS = ("name", "from", "to", "values", "source_squares", "stored_squares", "error_squares", "max_error")
+COLUMNS = ("name", "from", "to", "values", "source_squares", "stored_squares", "error_squares", "max_error", "weighted")
 
 
 def rows_of(compact: Iterable[Sequence[Any]]) -> list[Row]:
@@ -41,7 +42,8 @@ def rows_of(compact: Iterable[Sequence[Any]]) -> list[Row]:
         if path not in found:
             name = parse_name(path + ".weight")
             layer = name.layer if name else None
-            found[path] = Row(path, component_of(name), layer, before, after, Measured.from_json(sums))
+            weighted = Weighted.from_json(sums[5]) if len(sums) > 5 else None
+            found[path] = Row(path, component_of(name), layer, before, after, Measured.from_json(sums[:5]), weighted)
     return list(found.values())
 
 
@@ -68,7 +70,8 @@ def report_chunks(head: Mapping[str, Any], rows: Iterable[Row]) -> Iterator[byte
     yield b',\n "tensors": ['
     ordered = sorted(rows, key=_worst_first)
     for number, row in enumerate(ordered):
-        line = json.dumps([row.path, row.before, row.after, *row.measured.as_json()], ensure_ascii=False)
+        entry = [row.path, row.before, row.after, *row.measured.as_json()]
+        line = json.dumps(entry + ([row.weighted.as_json()] if row.weighted else []), ensure_ascii=False)
         yield (",\n  " if number else "\n  ").encode() + line.encode()
     yield b"\n ]\n}\n"
 
@@ -114,26 +117,48 @@ def _component(rows: list[Row], kept: int) -> dict[str, Any]:
         "cosine": finite(whole.cosine),
         "worst": [row.path for row in changed[:WORST]],
     }
+    document.update(_weighted(rows))
     if len(schemes) > 1:
         document["schemes"] = dict(sorted(schemes.items()))
     return document
 
 
+def _weighted(rows: Iterable[Row]) -> dict[str, Any]:
+    """What is told of errors where inputs have energy; nothing without activations."""
+    held = [row.weighted for row in rows if row.weighted]
+    if not held:
+        return {}
+    whole = total_weighted(held)
+    document: dict[str, Any] = {"weighted_error": finite(whole.relative_error)}
+    if whole.outputs is not None:
+        made = whole.outputs
+        document["output_error"] = {
+            "plain": finite(made.relative(made.plain)),
+            "searched": finite(made.relative(made.searched)),
+            "compensated": finite(made.relative(made.stored)),
+            "rows": made.rows,
+            "rows_kept": made.rows_kept,
+            "tensors_kept": sum(1 for row in held if row.outputs and row.outputs.rows_kept == row.outputs.rows),
+        }
+    return document
+
+
 def by_layer(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """Relative and largest error of each component in each layer, worst first."""
-    grouped: dict[tuple[str, int | None], list[Measured]] = defaultdict(list)
+    grouped: dict[tuple[str, int | None], list[Row]] = defaultdict(list)
     for row in rows:
-        grouped[row.component, row.layer].append(row.measured)
+        grouped[row.component, row.layer].append(row)
     table = [
         {
             "component": component,
             "layer": layer,
-            "tensors": len(measured),
-            "exact_tensors": sum(m.exact for m in measured),
-            "relative_error": finite(total(measured).relative_error),
-            "max_error": finite(max(m.peak for m in measured)),
+            "tensors": len(held),
+            "exact_tensors": sum(row.measured.exact for row in held),
+            "relative_error": finite(total(row.measured for row in held).relative_error),
+            "max_error": finite(max(row.measured.peak for row in held)),
+            **_weighted(held),
         }
-        for (component, layer), measured in grouped.items()
+        for (component, layer), held in grouped.items()
     ]
     return sorted(
         table,
