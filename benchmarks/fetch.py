@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from machine import GB, describe, random_file, sha256_rate, timed
+from machine import GB, describe, peak_memory, random_file, sha256_rate, timed
 from verify import REPO, make
 
 from k3tool.checkpoint.manifest import MANIFEST_NAME
@@ -43,15 +43,6 @@ def run(command: list[str], environment: dict[str, str], log: Path) -> tuple[flo
             output.seek(0)
             raise SystemExit(f"{command} ended with {process.returncode}: {output.read()[-1000:]}")
     return seconds, durable, peak
-
-
-def peak_memory(pid: int) -> float:
-    """High-water mark of resident memory in MiB. (What `wait4` tells starts at the size of the parent.)"""
-    try:
-        text = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return 0.0
-    return next((int(line.split()[1]) / 1024 for line in text.splitlines() if line.startswith("VmHWM")), 0.0)
 
 
 def write_rate(folder: Path, size: int) -> float:

@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from machine import GB, describe, drop_caches, random_file, read_rate, sha256_rate
+from machine import GB, describe, drop_caches, peak_memory, random_file, read_rate, sha256_rate
 
 from k3tool.catalog import catalog
 from k3tool.checkpoint.header import build_header
@@ -33,12 +33,12 @@ REPO = "moonshotai/Kimi-K3"
 
 
 def make(folder: Path, size: int) -> None:
-    """A conforming checkpoint of about `size` bytes: wide experts, no meaning."""
+    """A conforming checkpoint of about `size` bytes: experts of the release's shapes, no meaning."""
     import json
 
-    experts = max(4, size // (8 * 3 * 1024 * 1024 * 17 // 32))
+    experts = max(4, round(size / (8 * 3 * 3072 * 3584 * 17 / 32)))
     config = tiny_config(num_layers=9, hidden_size=256, num_experts=experts, experts_per_token=4,
-                         moe_intermediate_size=1024, latent_size=1024)  # fmt: skip
+                         moe_intermediate_size=3072, latent_size=3584)  # fmt: skip
     layout = catalog(K3Config.from_dict(config))
     weight_map = {entry.name: layout.shards[entry.shard] for entry in layout.entries}
     for number, name in enumerate(layout.shards):
@@ -62,13 +62,15 @@ def run(command: list[str], folder: Path, environment: dict[str, str]) -> tuple[
     begun = time.perf_counter()
     with open(folder.with_suffix(".log"), "w+") as log:
         process = subprocess.Popen(command, cwd=folder, env={**os.environ, **environment}, stdout=log, stderr=log)
-        _, status, usage = os.wait4(process.pid, 0)
+        peak = 0.0
+        while process.poll() is None:
+            peak = max(peak, peak_memory(process.pid))
+            time.sleep(0.01)
         seconds = time.perf_counter() - begun
-        process.returncode = os.waitstatus_to_exitcode(status)
         log.seek(0)
         if process.returncode:
             raise SystemExit(f"{command} ended with {process.returncode}: {log.read()[-500:]}")
-    return seconds, usage.ru_maxrss / 1024
+    return seconds, peak
 
 
 def main() -> None:
