@@ -130,9 +130,9 @@ def down_kernel(
 
 @triton.jit
 def sum_kernel(y, weights, out, tokens, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """Programs (block of columns, tokens): out [T, width] float32 = sum over k of y [T, TOP_K, width] * weights."""
-    token = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    column = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    """Programs (tokens, block of columns): out [T, width] float32 = sum over k of y [T, TOP_K, width] * weights."""
+    token = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
     here = (token < tokens) & (column < width)
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     for k in range(TOP_K):
@@ -147,8 +147,9 @@ def gated_kernel(
     gate, up, out, rows, size, gate_stride, up_stride, beta, linear_beta,
     SITU: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    column = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    """Programs (rows, block of columns): out [rows, size]. Rows come first: a grid is only long in its first dimension."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
     here = (row < rows) & (column < size)
     g = tl.load(gate + row * gate_stride + column, here, 0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + column, here, 0.0).to(tl.float32)
@@ -226,7 +227,7 @@ def experts_forward(
     tuning.run("moe.down", shape, candidates, down)
     block = min(4096 if IS_INTERPRETED else 512, power_of_two(width))
     rows = min(64, power_of_two(tokens, 1)) if IS_INTERPRETED else 1
-    sum_kernel[(triton.cdiv(width, block), triton.cdiv(tokens, rows))](
+    sum_kernel[(triton.cdiv(tokens, rows), triton.cdiv(width, block))](
         y, weights.gather(1, places), out, tokens, width, TOP_K=top_k, BLOCK=block, ROWS=rows, num_warps=4
     )
     return out
@@ -280,7 +281,7 @@ def gated_activation(gate: Tensor, up: Tensor, activation: str, beta: float, lin
         gates, ups = (dense_last(x.reshape(-1, size)) for x in (gate, up))
         block = min(4096 if IS_INTERPRETED else 1024, power_of_two(size))
         rows = min(16, power_of_two(gates.shape[0], 1)) if IS_INTERPRETED else 1
-        gated_kernel[(triton.cdiv(size, block), triton.cdiv(gates.shape[0], rows))](
+        gated_kernel[(triton.cdiv(gates.shape[0], rows), triton.cdiv(size, block))](
             gates, ups, out, gates.shape[0], size, gates.stride(0), ups.stride(0), beta, linear_beta,
             SITU=activation == "situ", BLOCK=block, ROWS=rows, num_warps=4,
         )  # fmt: skip

@@ -49,7 +49,7 @@ def test_bfloat16(fence):
 
 
 def test_packed_sequences_do_not_see_each_other(fence):
-    lengths = [3, 0, 1, 70, 2, 0]
+    lengths = [3, 0, 1, 70, 2, 15, 16, 17, 63, 64, 65, 100, 0]
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     x, weight, _ = inputs(1, int(offsets[-1]), 24)
     x, history = x[0], inputs(len(lengths), 1, 24, seed=5)[2]
@@ -61,6 +61,13 @@ def test_packed_sequences_do_not_see_each_other(fence):
     assert torch.equal(held[1], history[1])
     alone = history[3:4].clone()
     assert torch.allclose(expected[4:74], reference.causal_conv(x[None, 4:74], weight, alone)[0], atol=1e-6)
+
+
+def test_no_tokens(fence):
+    x, weight, history = inputs(2, 0, 24)
+    held = fence.copy(history)
+    assert kernel.causal_conv(x, weight, held).shape == (2, 0, 24)
+    assert torch.equal(held, history)
 
 
 def test_a_cut_anywhere_changes_nothing(fence):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
@@ -121,7 +121,7 @@ def test_large_and_tiny_inputs(fence):
 
 
 def test_packed_sequences(fence):
-    lengths = [5, 0, 64, 1, 70, 0]
+    lengths = [5, 0, 64, 1, 15, 16, 17, 63, 65, 100, 0]
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     args = [x[0] for x in inputs(int(offsets[-1]))[:5]]
     a_log, dt_bias = inputs(1)[5:7]
@@ -133,7 +133,7 @@ def test_packed_sequences(fence):
     assert relative(found, expected) < BOUND
     assert relative(found_states, expected_states) < BOUND
     assert torch.equal(found_states[1], states[1])
-    assert torch.equal(found_states[5], states[5])
+    assert torch.equal(found_states[-1], states[-1])
 
 
 @pytest.mark.parametrize("lengths", [[], [0, 0]])
@@ -206,6 +206,23 @@ def test_decode_step(batch, heads, dim, taps, lower_bound, fence):
     assert torch.equal(held["history"], history)
 
 
+@pytest.mark.parametrize("lower_bound", [-5.0, None])
+@pytest.mark.parametrize("logit", [40.0, -40.0])
+def test_decode_step_at_both_ends_of_the_gate(logit, lower_bound, fence):
+    """g = -5 (or the strongest that there is), and g = 0: the state is all but forgotten, or kept whole."""
+    args = decode_inputs(2, 2, 16)
+    args["f"].fill_(logit)
+    args["a_log"].fill_(1.0)
+    args["dt_bias"].zero_()
+    history, state = args["history"].clone(), args["state"].clone()
+    expected = reference.kda_decode(**{**args, "history": history, "state": state}, lower_bound=lower_bound, eps=1e-5)
+    held = {name: fence.copy(args[name]) for name in ("history", "state")}
+    found = kernel.kda_decode(**{**args, **held}, lower_bound=lower_bound, eps=1e-5)
+    assert torch.isfinite(found).all()
+    assert relative(found, expected) < BOUND
+    assert relative(held["state"], state) < BOUND
+
+
 def test_decode_step_in_bfloat16_from_views(fence):
     args = decode_inputs(2, 2, 32, dtype=torch.bfloat16)
     history, state = args["history"].clone(), args["state"].clone()
@@ -224,11 +241,11 @@ def test_decode_step_in_bfloat16_from_views(fence):
 @pytest.mark.oracle
 def test_fla_naive_kda():
     """fla-core's own slow form, loaded by file because importing the package needs a GPU."""
-    spec = importlib.util.find_spec("fla")
-    folder = Path(next(iter(spec.submodule_search_locations))) if spec else None
-    if folder is None or not (folder / "ops" / "kda" / "naive.py").is_file():
+    try:
+        file = importlib.metadata.distribution("fla-core").locate_file("fla/ops/kda/naive.py")
+    except importlib.metadata.PackageNotFoundError:
         pytest.skip("fla-core is not installed")
-    loaded = importlib.util.spec_from_file_location("fla_naive_kda", folder / "ops" / "kda" / "naive.py")
+    loaded = importlib.util.spec_from_file_location("fla_naive_kda", str(file))
     naive_module = importlib.util.module_from_spec(loaded)
     loaded.loader.exec_module(naive_module)
     args = inputs(100, heads=2, key_dim=32, value_dim=32)

@@ -10,6 +10,12 @@ from k3tool.kernels.attn_res import kernel as mix_kernel
 from k3tool.kernels.attn_res import reference as mix_reference
 from k3tool.kernels.linear import kernel as linear_kernel
 from k3tool.kernels.linear import reference as linear_reference
+from k3tool.kernels.moe import kernel as moe_kernel
+from k3tool.kernels.moe import reference as moe_reference
+from k3tool.kernels.mxfp4 import kernel as fp4_kernel
+from k3tool.kernels.mxfp4 import reference as fp4_reference
+from k3tool.kernels.norm import kernel as norm_kernel
+from k3tool.kernels.norm import reference as norm_reference
 from k3tool.kernels.router import kernel as router_kernel
 from k3tool.kernels.router import reference as router_reference
 from tests.kernels.triton.fence import relative, strided, ulps
@@ -124,3 +130,38 @@ def test_linear_shapes():
     assert linear_kernel.linear(x[:0], weight).shape == (0, 3, 5)
     bfloat16 = linear_kernel.product(x.bfloat16(), weight.bfloat16(), torch.float32)
     assert relative(bfloat16, x.bfloat16().float() @ weight.bfloat16().float().t()) < 1e-6
+
+
+@pytest.mark.parametrize("time", [0, 1, 15, 16, 17, 63, 64, 65, 100])
+def test_every_number_of_tokens(time):
+    """The kernels that take some rows at once: full blocks of rows, begun ones, and none; from views between NaN."""
+    x, gate, weight = strided(draw(time, 40)), strided(draw(time, 40, seed=1)), draw(40, seed=2)
+    pairs = [
+        (norm_kernel.rms_norm(x, weight, 1e-5), norm_reference.rms_norm(x, weight, 1e-5)),
+        (norm_kernel.gated_rms_norm(x, gate, weight, 1e-5), norm_reference.gated_rms_norm(x, gate, weight, 1e-5)),
+        (norm_kernel.l2_normalize(x, 1e-6), norm_reference.l2_normalize(x, 1e-6)),
+        (linear_kernel.linear(x, draw(24, 40).bfloat16()), linear_reference.linear(x, draw(24, 40).bfloat16())),
+        [module.gated_activation(x, gate, "situ", 4.0, 25.0) for module in (moe_kernel, moe_reference)],
+        [module.mix_blocks(strided(draw(3, time, 40)), weight, 1e-5) for module in (mix_kernel, mix_reference)],
+    ]
+    for found, expected in pairs:
+        assert found.shape == expected.shape
+        # 2e-6: sums over 40 columns.
+        assert relative(found, expected) < 2e-6
+    options = ("sigmoid", True, 1.0, 1, 1)
+    ids, weights = router_kernel.select_experts(x, weight * 0.1, 5, *options)
+    expected_ids, expected_weights = router_reference.select_experts(x, weight * 0.1, 5, *options)
+    dense = [torch.zeros(time, 40).scatter(1, i, w) for i, w in ((ids, weights), (expected_ids, expected_weights))]
+    assert relative(*dense) < 1e-6
+
+
+@pytest.mark.parametrize("rows", [0, 1, 15, 16, 17, 63, 64, 65, 100])
+def test_fp4_decoding_of_every_number_of_rows(rows, monkeypatch):
+    monkeypatch.setattr(fp4_kernel, "BLOCK", 64)
+    generator = torch.Generator().manual_seed(rows)
+    packed = torch.randint(0, 256, (rows, 48), generator=generator, dtype=torch.uint8)
+    scale = torch.randint(100, 140, (rows, 3), generator=generator, dtype=torch.uint8)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(
+            fp4_kernel.decode_values(packed, scale, dtype), fp4_reference.decode_values(packed, scale, dtype)
+        )
