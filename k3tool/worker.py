@@ -1,15 +1,17 @@
 """One worker's loop: the files of one batch, each written front to back once, from bounded reused buffers.
 
 Ranges that are whole go through one buffer (read, hash, write); strided ranges are read as whole rows in blocks and
-cut in memory, once for all files of the batch that want a cut of the same tensor. No more than the buffers, and the
-inputs and outputs of one transform, is ever held.
+cut in memory, once for all files of the batch that want a cut of the same tensor. No more than the buffers, the inputs
+and outputs of one transform, and the inputs of the next, is ever held.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +24,7 @@ from k3tool.checkpoint.ranges import Range, Reader
 from k3tool.checkpoint.table import Tensors
 from k3tool.checkpoint.writer import AtomicFile
 from k3tool.plan import Compute, Copy, FileJob, Literal, Region, Step, Zeros
-from k3tool.transform.base import Blocks
+from k3tool.transform.base import AHEAD_BYTES, Blocks
 
 COPY_BYTES = 512 << 10  # read, hashed and written while it is in the processor's cache
 LOCAL_GAP = 32 << 10  # between wanted rows of a local file: nearer than this, reading through is cheaper than seeking
@@ -58,6 +60,8 @@ class StepRunner:
         self._reader = Reader(tensors.source, buffer_bytes)
         self._in = bytearray(buffer_bytes)
         self._out = bytearray(buffer_bytes)
+        self.following: Step | None = None  # its inputs may be read while the one before it computes
+        self._ahead = _Ahead(self._inputs)
         self._stop = stop
         self._advanced = advanced
 
@@ -67,6 +71,7 @@ class StepRunner:
         return self._reader.read_bytes
 
     def close(self) -> None:
+        self._ahead.close()
         self._reader.close()
 
     def spans(self, steps: Iterator[Step]) -> Iterator[Range]:
@@ -223,9 +228,10 @@ class StepRunner:
     # Transforms
 
     def _compute(self, sink: Sink, step: Compute, measured: list[Any]) -> None:
-        inputs = [self._whole(region) for region in step.needs]
+        inputs = self._ahead.take(step)
+        if isinstance(self.following, Compute) and self.following.input_bytes <= AHEAD_BYTES:
+            self._ahead.start(self.following)
         applied = step.transform.apply(inputs)
-        del inputs
         for output, data in zip(step.outputs, applied.outputs, strict=True):
             view = memoryview(data).cast("B")
             assert len(view) == output.nbytes, f"{output.name}: {len(view)} bytes made, {output.nbytes} declared"
@@ -233,15 +239,64 @@ class StepRunner:
         if applied.measured is not None:
             measured.append(applied.measured)
 
-    def _whole(self, region: Region) -> Any:
+    def _inputs(self, regions: Sequence[Region], room: Any) -> list[Any]:
+        starts = [0, *itertools.accumulate(_aligned(region.nbytes) for region in regions)]
+        arrays = [room[start : start + region.nbytes] for region, start in zip(regions, starts, strict=False)]
+        for region, array in zip(regions, arrays, strict=True):
+            self._whole(region, array)
+        return arrays
+
+    def _whole(self, region: Region, array: Any) -> None:
         blocks = region.blocks
-        array = numpy.empty(blocks.rows * blocks.width, dtype=numpy.uint8)
-        if blocks.rows == 1:
-            place = self._tensors.locate(region.tensor)
-            self._reader.read_into(place.shard, place.offset + blocks.offset, memoryview(array))  # pyright: ignore[reportArgumentType]
-        else:
+        if blocks.rows > 1:
             self._fill(array.reshape(blocks.rows, blocks.width), region, blocks, 0)
-        return array
+            return
+        place = self._tensors.locate(region.tensor)
+        self._reader.read_into(place.shard, place.offset + blocks.offset, memoryview(array))
+
+
+class _Ahead:
+    """Reads the inputs of one computed step while those before it are worked on, into two buffers in turn: fresh memory
+    for every step would cost more than the reading, and a disk that waits for arithmetic is idle half of the time."""
+
+    def __init__(self, read: Callable[[Sequence[Region], Any], list[Any]]) -> None:
+        self._read = read
+        self._rooms = [numpy.empty(0, dtype=numpy.uint8), numpy.empty(0, dtype=numpy.uint8)]
+        self._pool: ThreadPoolExecutor | None = None
+        self._coming: tuple[Compute, Future[list[Any]]] | None = None
+
+    def start(self, step: Compute) -> None:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="ahead")
+        self._coming = step, self._pool.submit(self._read, step.needs, self._room(step.needs))
+
+    def take(self, step: Compute) -> list[Any]:
+        """The inputs of a step, one array for each region, good until the step after the next is started."""
+        coming, self._coming = self._coming, None
+        if coming is None:
+            return self._read(step.needs, self._room(step.needs))
+        assert coming[0] is step, "steps are taken in the order in which they were started"
+        return coming[1].result()
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def _room(self, regions: Sequence[Region]) -> Any:
+        """The buffer that was used the longer ago, large enough; one of its own for what is large."""
+        size = sum(_aligned(region.nbytes) for region in regions)
+        if size > AHEAD_BYTES:
+            return numpy.empty(size, dtype=numpy.uint8)
+        self._rooms.reverse()
+        if len(self._rooms[0]) < size:
+            self._rooms[0] = numpy.empty(0, dtype=numpy.uint8)
+            self._rooms[0] = numpy.empty(size, dtype=numpy.uint8)
+        return self._rooms[0]
+
+
+def _aligned(size: int) -> int:
+    """Room for `size` bytes, in whole cache lines."""
+    return -(-size // 64) * 64
 
 
 class Worker(StepRunner):
@@ -273,7 +328,8 @@ class Worker(StepRunner):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 files.append(stack.enter_context(AtomicFile(path)))
                 files[-1].write(_head(job))
-            for steps in _in_step(jobs):
+            for steps, following in _with_next(_in_step(jobs)):
+                self.following = following[0] if following and len(following) == 1 else None
                 self.run(files, steps, measured)
             self._reader.check_unchanged()
         return [
@@ -301,6 +357,14 @@ class _Digest:
 
 def _in_step(jobs: Sequence[FileJob]) -> Iterator[tuple[Step, ...]]:
     return zip(*(job.steps for job in jobs), strict=True)
+
+
+def _with_next(steps: Iterator[tuple[Step, ...]]) -> Iterator[tuple[tuple[Step, ...], tuple[Step, ...] | None]]:
+    held = next(steps, None)
+    while held is not None:
+        following = next(steps, None)
+        yield held, following
+        held = following
 
 
 def _head(job: FileJob) -> bytes:

@@ -87,7 +87,7 @@ def test_plan_sums_up_what_it_will_do():
     plan = make_plan()
     assert [job.data_bytes for job in plan.jobs] == [36, 12]
     assert [job.read_bytes for job in plan.jobs] == [26, 9]
-    assert plan.step_bytes == 10 + 20 + 5
+    assert plan.step_bytes == 10 + 10 + 20 + 5  # the inputs twice: the next step's are read meanwhile
     assert plan.as_json()["files"] == [
         {"name": "x.safetensors", "tensors": 2, "bytes": 36},
         {"name": "y.safetensors", "tensors": 1, "bytes": 12},

@@ -81,11 +81,12 @@ class LocalSource:
         return self.root / name
 
 
-def read_exactly(descriptor: int, offset: int, buffer: memoryview, *, where: str) -> None:
-    """Fill `buffer` by positional reads. Raises CheckpointCorrupt where the file ends early."""
+def read_exactly(descriptor: int, offset: int, buffer: memoryview, *, where: str, flags: int = 0) -> None:
+    """Fill `buffer` by positional reads; `flags` as of preadv2. Raises CheckpointCorrupt where the file ends early."""
     done = 0
     while done < len(buffer):
-        got = os.preadv(descriptor, [buffer[done : done + (1 << 30)]], offset + done)
+        some = [buffer[done : done + (1 << 30)]]
+        got = os.preadv(descriptor, some, offset + done, flags) if flags else os.preadv(descriptor, some, offset + done)
         if got == 0:
             raise CheckpointCorrupt(
                 f"{where} is truncated: it ends at {offset + done}, needed up to {offset + len(buffer)}",

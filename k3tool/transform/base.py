@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, Protocol
 from k3tool.catalog import count
 from k3tool.checkpoint.header import dtype_bits
 
+AHEAD_BYTES = 64 << 20  # inputs of a transform that are read while the one before it computes; larger ones wait
+
 
 class TensorOut(NamedTuple):
     """One tensor of an output file. `dtype` as safetensors spells it."""
@@ -149,7 +151,8 @@ class Transform(Protocol):
         ...
 
     def apply(self, inputs: Sequence[Any]) -> Applied:
-        """inputs: one 1-D numpy uint8 array per region of `needs`, in order, row-major, writable, not kept after.
+        """inputs: one 1-D numpy uint8 array per region of `needs`, in order, row-major, writable, not kept after: the
+        next step's inputs may overwrite them once the outputs were taken.
 
         Each output is anything with the buffer interface whose length is exactly its TensorOut's bytes.
         """
@@ -169,9 +172,14 @@ class Compute:
     working_bytes: int = field(default=0)
 
     @property
+    def input_bytes(self) -> int:
+        return sum(region.nbytes for region in self.needs)
+
+    @property
     def memory_bytes(self) -> int:
-        moved = sum(region.nbytes for region in self.needs) + sum(output.nbytes for output in self.outputs)
-        return moved + self.working_bytes
+        """Beside its own inputs and outputs, inputs of the next step that are read meanwhile."""
+        moved = self.input_bytes + sum(output.nbytes for output in self.outputs)
+        return moved + min(self.input_bytes, AHEAD_BYTES) + self.working_bytes
 
 
 Step = Copy | Compute
