@@ -13,7 +13,7 @@ from typing import NamedTuple
 from k3tool.config import K3Config
 from k3tool.errors import UnsupportedError
 from k3tool.garbage import collector_paused
-from k3tool.names import shard_name
+from k3tool.names import parse_name, shard_name
 
 COMPONENTS = (
     "routed_experts",
@@ -96,6 +96,39 @@ def section_entries(config: K3Config, section: int) -> list[Entry]:
             make_entry(*entry[:2], config.dtype, *entry[3:5]) if entry.dtype == "BF16" else entry for entry in entries
         ]
     return entries
+
+
+class MatrixShapes:
+    """[out, in] of the matrix at a module path, as the configuration implies; None where it implies none. Some storage
+    does not tell it (bitsandbytes) or leaves it open (packed integers). One section is held at a time."""
+
+    def __init__(self, config: K3Config) -> None:
+        self._config = config
+        self._section = -1
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    def __call__(self, path: str) -> tuple[int, ...] | None:
+        name = parse_name(path + ".weight")
+        if name is None or (name.layer is not None and name.layer >= self._config.num_layers):
+            return None
+        beyond = self._config.num_layers
+        sections = range(beyond, beyond + (3 if self._config.vision else 1)) if name.layer is None else (name.layer,)
+        for section in sections:
+            if section != self._section:
+                self._section, self._shapes = section, dict(self._matrices(section))
+            if path in self._shapes:
+                return self._shapes[path]
+        return None
+
+    def _matrices(self, section: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        for entry in section_entries(self._config, section):
+            if len(entry.shape) != 2:
+                continue
+            if entry.name.endswith(".weight"):
+                halved = entry.dtype == "U8"
+                yield entry.name.removesuffix(".weight"), (entry.shape[0], entry.shape[1] * (2 if halved else 1))
+            elif entry.name.endswith(".weight_packed"):
+                yield entry.name.removesuffix(".weight_packed"), (entry.shape[0], entry.shape[1] * 2)
 
 
 def attention_tensors(config: K3Config, layer: int) -> Iterator[tuple[str, tuple[int, ...], str]]:

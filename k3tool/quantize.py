@@ -114,7 +114,7 @@ class Change:
         quantized = QuantizedForm(opened.form, opened.splitter, self.policy)
         self._check_rules(quantized)
         self._check_activations(quantized)
-        self.section = quantize_config.section(quantize_config.summarize(quantized.items()))
+        self.section = quantize_config.section(quantize_config.summarize(quantized.items(), quantized.matrix_shape))
         document = quantize_config.rewrite(opened.form.config.raw, self.section)
         quantized.config = K3Config.from_dict(document, where="the new config.json")
         self.quantized = quantized

@@ -89,9 +89,13 @@ def command(
         if output_format == "gguf":
             named = {"--latent": latent, "--shared": shared, "--attention": attention, "--recipe": recipe,
                      "--gpus": gpus, "--tp": tp, "--ep": ep, "--pp": pp, "--layout": layout, "--rank": rank,
-                     "--report": report, "--max-rel-error": max_rel_error,
                      "--activations": activations, "--calibrated": calibrated or None}  # fmt: skip
             _refuse(named, "--format gguf", "experts are chosen with --experts, all else with --trunk")
+            _refuse(
+                {"--max-rel-error": max_rel_error, "--report": report},
+                "--format gguf: no index holds its files back once they are written",
+                "--exact stops before the first changed value; errors are printed, and kept in k3tool-gguf.json",
+            )
             from k3tool.gguf.write import DEFAULT_FILE_BYTES, GgufOptions
 
             size = parse_size(max_shard_size) if max_shard_size else DEFAULT_FILE_BYTES

@@ -120,7 +120,8 @@ def dequantize(scheme: str, parts: Mapping[str, NDArray], shape: tuple[int, ...]
     parts do not fit the shape.
     """
     module, options = _scheme(scheme)
-    return module.dequantize(parts, tuple(shape), **options)
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # what is damaged comes out as NaN or infinity
+        return module.dequantize(parts, tuple(shape), **options)
 
 
 def quantize(

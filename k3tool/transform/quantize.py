@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from k3tool import formats
 from k3tool.activations import Activations, is_recorded
+from k3tool.catalog import MatrixShapes
 from k3tool.checkpoint.table import Kind, Tensors
 from k3tool.config import K3Config
 from k3tool.errors import CheckFailed, CheckpointCorrupt, UnsupportedError, UsageError
@@ -23,6 +24,7 @@ from k3tool.layout import Layout
 from k3tool.names import TensorName, component_of, parse_name
 from k3tool.plan import FileJob, LazySteps
 from k3tool.transform.base import Applied, Compute, Region, Step, TensorOut
+from k3tool.transform.quantize_partners import Partners
 from k3tool.transform.quantize_policy import Choice, Policy
 from k3tool.transform.reshard import Form, Resharder
 from k3tool.transform.split import Cut, Rule, Splitter, parsed, unit_of
@@ -30,7 +32,6 @@ from k3tool.transform.split import Cut, Rule, Splitter, parsed, unit_of
 NATIVE = ("mxfp4", "bf16", "f16", "f32")  # may become anything; other schemes may only be decoded
 COMPENSATED = ("int4", "int8", "nvfp4", "nvfp4-modelopt", "mxfp4", "fp8-channel", "fp8-block")  # by `--calibrated`
 _DTYPES = {"bf16": "BF16", "f16": "F16", "f32": "F32"}
-_PARTNERS = {"w1": "w13", "w3": "w13", "gate_proj": "gate_up", "up_proj": "gate_up"}  # engines fuse these
 SCRATCH_BYTES = 16 << 20  # tables, indices and one tile of float32 rows
 WEIGHING_BYTES = 32 << 20  # the same tile in float64, before and after
 
@@ -63,6 +64,7 @@ class QuantizedForm:
         self.untouched: dict[str, int] = {}
         self.bytes_in = 0
         self._kinds: dict[Any, Converting] = {}
+        self.matrix_shape = MatrixShapes(self.config)
         self._find()
 
     @property
@@ -120,7 +122,7 @@ class QuantizedForm:
         return self._kinds[key]
 
     def _convert_kind(self, path: str, specs: dict[str, Kind], choice: Choice) -> Converting | None:
-        scheme = formats.detect(specs, where=path)
+        scheme = formats.detect(specs, where=path, shape=self.matrix_shape(path))
         if scheme == choice.scheme and scheme in NATIVE:
             return None
         if scheme not in NATIVE and choice.scheme != "bf16":
@@ -142,12 +144,10 @@ class QuantizedForm:
 
     def _logical_shape(self, path: str) -> tuple[int, ...]:
         """[out, in] that the configuration implies, for storage that does not tell it (nf4, fp4)."""
-        from k3tool.catalog import catalog
-
-        for entry in catalog(self.config).entries:
-            if entry.name.startswith(path + ".weight"):
-                return (entry.shape[0], entry.shape[1] * 2) if entry.dtype == "U8" else entry.shape
-        raise CheckpointCorrupt(f"{path} is no module that this configuration implies", hint="k3tool inspect lists it")
+        shape = self.matrix_shape(path)
+        if shape is None:
+            raise CheckpointCorrupt(f"{path} is no module of this configuration", hint="k3tool inspect lists it")
+        return shape
 
     def _check_experts(self, modules: Mapping[str, Any]) -> None:
         """All experts of a layer must end up alike: engines stack them. Raises UsageError naming the layer."""
@@ -208,6 +208,7 @@ class QuantizingResharder(Resharder):
         self.exact = exact
         self.activations = activations
         self.calibrated = calibrated
+        self.partners = Partners(form.config, form.changing, lambda path: form.changing[path].choice.scheme)
 
     def job(self, path: str, names: Sequence[str], size: int, *, tp_rank: int = 0, batch: str = "") -> FileJob:
         items = self._items(names)
@@ -229,7 +230,7 @@ class QuantizingResharder(Resharder):
     def _items(self, names: Sequence[str]) -> list[str | tuple[str, ...]]:
         """Names that are carried, and groups of module paths that are converted together, unit by unit."""
         items: list[str | tuple[str, ...]] = []
-        for _, run in groupby(names, key=unit_of):
+        for _, run in groupby(names, key=self.unit):
             groups: dict[str, list[str]] = {}
             for text in run:
                 path, _ = module_and_part(text)
@@ -237,13 +238,14 @@ class QuantizingResharder(Resharder):
                 if converting is None:
                     items.append(text)
                     continue
-                leaf = path.rpartition(".")[2]
-                shares = converting.choice.scheme.startswith("nvfp4")
-                group = groups.setdefault(_PARTNERS.get(leaf, leaf) if shares else leaf, [])
+                group = groups.setdefault(self.partners.group(path), [])
                 if path not in group:
                     group.append(path)
             items.extend(tuple(group) for group in groups.values())
         return items
+
+    def unit(self, text: str) -> str:
+        return self.partners.unit(text) or unit_of(text)
 
     def _step(self, item: str | tuple[str, ...], tp_rank: int) -> Step:
         return self.step(item, tp_rank) if isinstance(item, str) else self._convert(item, tp_rank)

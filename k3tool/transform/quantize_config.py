@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from k3tool.checkpoint.table import Kind
@@ -61,8 +61,11 @@ class Section(NamedTuple):
     warnings: list[str]
 
 
-def summarize(items: Iterable[tuple[str, Kind]]) -> Summary:
-    """What is stored how, from the names and kinds of all tensors. The first expert of a layer stands for all."""
+def summarize(items: Iterable[tuple[str, Kind]], shape_of: Callable[[str], tuple[int, ...] | None]) -> Summary:
+    """What is stored how, from the names and kinds of all tensors. The first expert of a layer stands for all.
+
+    shape_of: [out, in] of the matrix at a module path; the shapes of packed integers alone leave it open.
+    """
     from k3tool import formats
 
     parts: dict[tuple[str, int | None, str], dict[str, Kind]] = defaultdict(dict)
@@ -81,7 +84,7 @@ def summarize(items: Iterable[tuple[str, Kind]]) -> Summary:
     for (module, layer, path), held in parts.items():
         if set(held) == {"weight"} and len(held["weight"].shape) != 2:
             continue
-        scheme = formats.detect(held, where=path)
+        scheme = formats.detect(held, where=path, shape=shape_of(path))
         group = 0
         if scheme in ("int4", "int8"):
             columns = formats.logical_shape(scheme, held)[1]  # type: ignore[index]

@@ -7,7 +7,7 @@ file is larger than asked for (unless a single module is).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -17,7 +17,7 @@ from k3tool.names import TensorName, shard_name
 from k3tool.plan import FileJob, pack
 from k3tool.transform.base import TensorOut
 from k3tool.transform.reshard import Join, Resharder, in_order, role_key
-from k3tool.transform.split import WHOLE, Cut, Rule, unit_of
+from k3tool.transform.split import WHOLE, Cut, Rule
 
 Owner = tuple[int, int | None]  # PP stage, EP rank (None: all of the stage)
 TIED: Owner = (-1, None)  # an embedding that the first and the last stage share
@@ -37,16 +37,16 @@ class Group:
         self.sizes.append(size)
         self.places.append(place)
 
-    def files(self, max_bytes: int) -> list[tuple[range, int]]:
-        """(tensor numbers, bytes) of each file. A module, or all of one expert, is one item: its parts stay together."""
+    def files(self, max_bytes: int, unit: Callable[[str], str]) -> list[tuple[range, int]]:
+        """(tensor numbers, bytes) of each file. Names of one unit (a module, an expert) stay together."""
         found: list[tuple[range, int]] = []
-        items = ((0, numbers, sum(self.sizes[number] for number in numbers)) for numbers in self._modules())
+        items = ((0, numbers, sum(self.sizes[number] for number in numbers)) for numbers in self._units(unit))
         for _, held, size in pack(items, max_bytes):
             found.append((range(held[0].start, held[-1].stop), size))
         return found
 
-    def _modules(self) -> Iterator[range]:
-        for _, numbers in groupby(range(len(self.names)), key=lambda number: unit_of(self.names[number])):
+    def _units(self, unit: Callable[[str], str]) -> Iterator[range]:
+        for _, numbers in groupby(range(len(self.names)), key=lambda number: unit(self.names[number])):
             run = list(numbers)
             yield range(run[0], run[-1] + 1)
 
@@ -100,7 +100,7 @@ def rank_jobs(resharder: Resharder, grouped: Grouped, max_bytes: int) -> list[Fi
     for stage in range(layout.pp):
         for ep in range(layout.ep):
             held = _merged([g for owner, g in grouped.groups.items() if _belongs(owner, stage, ep, layout)])
-            files = held.files(max_bytes)
+            files = held.files(max_bytes, resharder.unit)
             for number, (run, size) in enumerate(files, 1):
                 names = held.names[run.start : run.stop]
                 place = held.places[run.start]
@@ -141,7 +141,7 @@ def owner_jobs(
     """
     groups = grouped.groups
     cut = {
-        owner: groups[owner].files(max_bytes)
+        owner: groups[owner].files(max_bytes, resharder.unit)
         for owner in sorted(groups, key=lambda o: (o[0], o[1] is not None, o[1] or 0))
     }
     total = sum(len(files) for files in cut.values())

@@ -20,7 +20,7 @@ from k3tool.layout import Layout
 from k3tool.names import TensorName
 from k3tool.plan import FileJob, LazySteps
 from k3tool.transform.base import Applied, Compute, Copy, Region, Step, TensorOut, Zeros, whole
-from k3tool.transform.split import Cut, Rule, Splitter, parsed
+from k3tool.transform.split import Cut, Rule, Splitter, parsed, unit_of
 
 LAYOUT_NAME = "k3tool.json"
 RECLAIMED_NAME = "k3tool-reclaimed.json"  # in a source that is being given up; see k3tool.reclaim
@@ -272,6 +272,10 @@ class Resharder:
                 f"{name} is no tensor that this configuration implies", hint="k3tool inspect lists what is unexpected"
             )
         return rule
+
+    def unit(self, text: str) -> str:
+        """Tensors of equal units stay in one file."""
+        return unit_of(text)
 
     def output(self, text: str) -> TensorOut:
         """What each rank that holds the tensor stores of it (all of them alike)."""

@@ -75,6 +75,8 @@ def test_a_dry_run_writes_nothing(mini: Path, tmp_path: Path, capsys: pytest.Cap
         (["--device", "cuda"], 14, "runs on the CPU"),
         (["--trunk", "q8_0"], 2, "go with --format gguf"),
         (["--format", "gguf", "--latent", "nf4"], 2, "--latent does not go with --format gguf"),
+        (["--format", "gguf", "--max-rel-error", "0.1"], 2, "no index holds its files back"),
+        (["--format", "gguf", "--report", "report.html"], 2, "--report does not go with --format gguf"),
         (["--max-shard-size", "five"], 2, "not a size"),
         (["--attention", "fp8-block"], 14, "self_attn.b_proj: fp8-block cannot hold"),
         (["--latent", "nf4", "--exact"], 1, "changes values"),

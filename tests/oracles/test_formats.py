@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -68,7 +69,29 @@ def test_compressed_tensors_decodes_what_is_claimed(torch, scheme: str, origin: 
     assert np.array_equal(ours.view(np.uint32), theirs.view(np.uint32))
 
 
-@pytest.mark.parametrize(("scheme", "group"), [("int4", 128), ("int4", 0), ("int8", 128), ("int8", 0)])
+@pytest.mark.parametrize("origin", ["bf16", "mxfp4"])
+def test_compressed_tensors_takes_over_the_modelopt_spelling(torch, origin: str) -> None:
+    """Their converter from ModelOpt's names and multiplier, then their decompression: the values that are claimed."""
+    from compressed_tensors.entrypoints.convert import ModelOptNvfp4Converter
+
+    source = bf16_parts(gaussian(*SHAPE)) if origin == "bf16" else mxfp4_random(*SHAPE, 110, 123)
+    parts = convert([Stored("w", origin, source, SHAPE)], Target("nvfp4-modelopt"))[0].parts
+    stored = tensors(torch, parts, formats.stored_tensors("nvfp4-modelopt", SHAPE))
+    named = {f"layer.{part}": tensor for part, tensor in stored.items()}
+    taken = ModelOptNvfp4Converter(targets=["re:layer"]).validate(named)
+    names = ("weight_packed", "weight_scale", "weight_global_scale")
+    assert set(taken) == {f"layer.{name}" for name in names}
+    views = [taken[f"layer.{name}"] for name in names]
+    again = {
+        name: (tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor).numpy().reshape(shape)
+        for name, tensor, shape in zip(names, views, (views[0].shape, views[1].shape, (1,)), strict=True)
+    }
+    claimed = formats.dequantize("nvfp4-modelopt", parts, SHAPE)
+    theirs = decompress(torch, "nvfp4", again)
+    assert np.array_equal(codes.bf16_to_f32(codes.f32_to_bf16(claimed)).view(np.uint32), theirs.view(np.uint32))
+
+
+@pytest.mark.parametrize(("scheme", "group"), list(product(("int4", "int8"), (16, 64, 128, 0))))
 def test_compressed_tensors_decodes_other_groups(torch, scheme: str, group: int) -> None:
     made = convert([Stored("w", "bf16", bf16_parts(gaussian(*SHAPE)), SHAPE)], Target(scheme, group))[0]
     claimed = formats.dequantize(scheme, made.parts, SHAPE)
@@ -241,6 +264,8 @@ def test_compressed_tensors_understands_the_written_configuration(
     from compressed_tensors.quantization import QuantizationConfig
     from compressed_tensors.utils.match import match_named_modules, match_targets
 
+    from k3tool.catalog import MatrixShapes
+    from k3tool.config import K3Config
     from k3tool.names import parse_name
     from k3tool.quantize import quantize
     from k3tool.transform.quantize_config import _weights, summarize
@@ -253,7 +278,7 @@ def test_compressed_tensors_understands_the_written_configuration(
         for name, entry in read_shard_header(shard).items():
             if name != "__metadata__":
                 kinds[name] = _Kind(entry["dtype"], tuple(entry["shape"]))
-    summary = summarize(kinds.items())
+    summary = summarize(kinds.items(), MatrixShapes(K3Config.from_dict(document)))
     expected: dict[str, str | None] = {}
     for text in kinds:
         name = parse_name(text)

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from k3tool.generate import Session
+from k3tool.quantize import quantize
 from k3tool.synthetic import tiny_config, write_checkpoint
 
 pytestmark = [
@@ -58,6 +59,12 @@ def test_mlx_agrees_on_golden_and_written_checkpoints(mini, tmp_path):
     for name, config in written.items():
         folders.append(tmp_path / name)
         write_checkpoint(tmp_path / name, config, seed=5)
+    folders.append(tmp_path / "quantized")
+    config = tiny_config(num_layers=8, vocab_size=512, vision=False)
+    config["text_config"].pop("quantization_config")
+    write_checkpoint(tmp_path / "plain", config, seed=6)
+    done = quantize(tmp_path / "plain", tmp_path / "quantized", experts="mxfp4")
+    assert done.components["routed_experts"]["exact_tensors"] == 0
     ids = [(11 * i * i + 3) % 256 for i in range(40)]
     target = tmp_path / "mlx.safetensors"
     arguments = [str(target), ",".join(map(str, ids)), "34", *map(str, folders)]

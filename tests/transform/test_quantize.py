@@ -166,11 +166,40 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("again", ["nvfp4", "int4", "mxfp4"])
-def test_experts_are_not_quantized_twice(mini: Path, tmp_path: Path, again: str) -> None:
-    quantize(mini, tmp_path / "once", experts="nvfp4")
-    with pytest.raises(UnsupportedError, match=r"layers\.1\..*experts\.0\.w1 is stored as nvfp4 already"):
-        quantize(tmp_path / "once", tmp_path / "twice", experts=again)
+@pytest.mark.parametrize("once", ["nvfp4", "nvfp4-modelopt", "int8", "int4", "fp8-channel", "nf4", "fp4"])
+def test_experts_are_not_quantized_twice(mini: Path, tmp_path: Path, once: str) -> None:
+    quantize(mini, tmp_path / "once", experts=once)
+    for again in ("nvfp4", "int4", "mxfp4", once):
+        with pytest.raises(UnsupportedError, match=rf"layers\.1\..*experts\.0\.w1 is stored as {once} already"):
+            quantize(tmp_path / "once", tmp_path / "twice", experts=again)
+    assert not (tmp_path / "twice").exists()
+    assert quantize(tmp_path / "once", tmp_path / "decoded", experts="bf16").report.complete
+
+
+@pytest.mark.parametrize(("scheme", "group"), [("int8", 0), ("int8", 16), ("int8", 32), ("int4", 0), ("int4", 16)])
+def test_integers_are_told_apart_where_their_shapes_are_alike(
+    mini: Path, tmp_path: Path, scheme: str, group: int
+) -> None:
+    """One scale a row, or groups of 16: the packed shape of 8 bits is that of 4 bits at twice the width."""
+    chosen = Policy({"shared": Choice(scheme, group)})
+    carry_out(prepare(mini, chosen), tmp_path / "out", options=Options())
+    config = json.loads((tmp_path / "out" / "config.json").read_bytes())["text_config"]["quantization_config"]
+    held = config["config_groups"]["group_1"]["weights"]
+    assert held["num_bits"] == int(scheme[3:]) and held.get("group_size") == (group or None)
+    module = f"{LAYER}block_sparse_moe.shared_experts.gate_proj"
+    quantize(tmp_path / "out", tmp_path / "back", shared="bf16")
+    before, after = read_values(mini, module), read_values(tmp_path / "back", module)
+    assert before.shape == after.shape
+    relative = np.sqrt(((after - before) ** 2).sum() / (before**2).sum())
+    assert relative < (0.012 if scheme == "int8" else 0.14)
+
+
+def test_a_group_that_does_not_divide_is_refused_with_the_tensor_named(mini: Path, tmp_path: Path) -> None:
+    wide = Policy({"experts": Choice("int4", 128)})
+    with pytest.raises(UnsupportedError, match=r"layers\.1\..*experts\.0\.w1: int4 cannot hold \[32, 32\]: 32 columns"):
+        prepare(mini, wide)
+    with pytest.raises(UnsupportedError, match=r"routed_expert_down_proj: int8 cannot hold \[32, 64\]: 64 columns"):
+        prepare(mini, Policy({"latent": Choice("int8", 48)}))
 
 
 def test_experts_of_a_layer_must_end_up_alike(mini: Path, tmp_path: Path) -> None:
@@ -248,6 +277,29 @@ def test_gate_and_up_of_the_shared_experts_and_the_dense_mlp_share_it_too(mini: 
         assert gate == up == global_scale(float(amax)) and down != 0
 
 
+KDA_FUSED = ("q_proj", "k_proj", "v_proj", "g_proj", "f_a_proj", "b_proj")
+MLA_FUSED = ("q_a_proj", "kv_a_proj_with_mqa")
+
+
+@pytest.mark.parametrize("size", [20_000, 64_000_000])
+def test_what_engines_fuse_of_an_attention_shares_it_in_one_file(mini: Path, tmp_path: Path, size: int) -> None:
+    request_ = Request(gpus=1, form="hf", max_shard_bytes=size)
+    quantize(mini, tmp_path / "out", attention="nvfp4", request=request_)
+    checkpoint = Checkpoint.open(tmp_path / "out")
+
+    def scale(path: str) -> float:
+        return float(np.frombuffer(checkpoint.read(path + ".weight_global_scale"), np.float32)[0])
+
+    for layer, fused in ((2, KDA_FUSED), (3, MLA_FUSED)):
+        owner = f"language_model.model.layers.{layer}.self_attn."
+        amax = max(float(np.abs(read_values(mini, owner + leaf)).max()) for leaf in fused)
+        assert {scale(owner + leaf) for leaf in fused} == {float(global_scale(amax))}
+        for leaf in ("o_proj", "g_proj") if layer == 3 else ("o_proj", "f_b_proj"):
+            assert scale(owner + leaf) == global_scale(float(np.abs(read_values(mini, owner + leaf)).max())), leaf
+        shards = {checkpoint.locate(f"{owner}{leaf}.weight_packed").shard for leaf in fused}
+        assert len(shards) == 1
+
+
 def test_the_report_measures_what_is_on_disk(mini: Path, exact: tuple[Path, Any]) -> None:
     folder, result = exact
     modules = [
@@ -312,13 +364,17 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (Request(gpus=4, tp=2, ep=2), "int8"),
         (Request(gpus=2, tp=2), "fp8-channel"),
         (Request(gpus=2, tp=2), "int4"),
+        (Request(gpus=2, ep=2), "attention"),
     ],
 )
 def test_one_pass_gives_what_two_passes_give(wide: Path, tmp_path: Path, request_: Request, scheme: str) -> None:
     """Quantize while resharding = reshard what was quantized, to the byte of every tensor of every rank."""
-    quantize(wide, tmp_path / "whole", experts=scheme, shared="int8", latent="nf4")
+    schemes = {"experts": scheme, "shared": "int8", "latent": "nf4"}
+    if scheme == "attention":
+        schemes = {"attention": "nvfp4"}
+    quantize(wide, tmp_path / "whole", **schemes)  # type: ignore[arg-type]
     reshard(tmp_path / "whole", tmp_path / "two", request_)
-    quantize(wide, tmp_path / "one", experts=scheme, shared="int8", latent="nf4", request=request_)
+    quantize(wide, tmp_path / "one", request=request_, **schemes)  # type: ignore[arg-type]
     folders = sorted(path.name for path in (tmp_path / "two").iterdir() if path.is_dir())
     assert folders == sorted(path.name for path in (tmp_path / "one").iterdir() if path.is_dir())
     for folder in folders:
@@ -383,6 +439,31 @@ def test_nan_is_refused_with_the_tensor_named(mini: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "b" / "config.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("scheme", "part", "bad"),
+    [
+        ("nvfp4", "weight_scale", b"\x7f"),
+        ("nvfp4", "weight_global_scale", np.float32(np.nan).tobytes()),
+        ("nvfp4", "weight_global_scale", np.float32(0).tobytes()),
+        ("nvfp4-modelopt", "weight_scale_2", np.float32(np.inf).tobytes()),
+        ("fp8-channel", "weight_scale", np.float32(np.inf).tobytes()),
+        ("fp8-channel", "weight", b"\x7f"),
+        ("int8", "weight_scale", b"\x80\x7f"),
+        ("int4", "weight_scale", b"\xc0\x7f"),
+        ("nf4", "weight.absmax", np.float32(np.nan).tobytes()),
+        ("fp4", "weight.absmax", np.float32(np.inf).tobytes()),
+    ],
+)
+def test_scales_that_are_not_finite_are_refused_with_the_tensor_named(
+    mini: Path, tmp_path: Path, scheme: str, part: str, bad: bytes
+) -> None:
+    quantize(mini, tmp_path / "once", experts=scheme)
+    damage(tmp_path / "once", f"{EXPERT}.{part}", lambda data: data.__setitem__(slice(0, len(bad)), bad))
+    with pytest.raises(CheckpointCorrupt, match=re.escape(EXPERT) + " holds NaN or infinity"):
+        quantize(tmp_path / "once", tmp_path / "decoded", experts="bf16")
+    assert not (tmp_path / "decoded" / "config.json").exists()
+
+
 def test_reading_back_finds_a_flipped_byte(mini: Path, tmp_path: Path) -> None:
     done = quantize(mini, tmp_path / "out", experts="nvfp4")
     read_back(tmp_path / "out", done.report.files)
@@ -400,7 +481,7 @@ def test_reading_back_finds_a_flipped_byte(mini: Path, tmp_path: Path) -> None:
 def configured(mini: Path, **options: str) -> tuple[dict[str, Any], quantize_config.Section]:
     opened = open_form(open_source(mini))
     form = QuantizedForm(opened.form, opened.splitter, make_policy(options))
-    section = quantize_config.section(quantize_config.summarize(form.items()))
+    section = quantize_config.section(quantize_config.summarize(form.items(), form.matrix_shape))
     return quantize_config.rewrite(opened.form.config.raw, section), section
 
 
@@ -463,7 +544,7 @@ def test_layers_and_fused_names_are_told_apart(mini: Path) -> None:
         {"shared": Choice("int8")}, (Rule(r"re:.*\.routed_expert_\w+_proj", Choice("int4"), frozenset({2, 5})),)
     )
     form = QuantizedForm(opened.form, opened.splitter, chosen)
-    section = quantize_config.section(quantize_config.summarize(form.items()))
+    section = quantize_config.section(quantize_config.summarize(form.items(), form.matrix_shape))
     assert section.config is not None and section.config["format"] == "mixed-precision"
     groups = list(section.config["config_groups"].values())[1:]
 
