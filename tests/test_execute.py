@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
@@ -522,6 +523,31 @@ def test_transforms_and_what_they_measured_survive_a_resume(source, tmp_path):
         written = (tmp_path / "out" / path).read_bytes()
         assert written.endswith(data + bytes((byte + 1) % 256 for byte in data) + b"\x02")
     assert json.loads((tmp_path / "out" / "notes.json").read_text()) == report.notes
+
+
+class Slowly:
+    """Gives its inputs back as they are, late enough for those of the next step to have been read."""
+
+    def describe(self) -> str:
+        return "slowly"
+
+    def apply(self, inputs):
+        time.sleep(0.02)
+        return Applied(inputs)
+
+
+def test_inputs_that_are_read_ahead_do_not_overwrite_those_at_work(source, tmp_path):
+    table = TensorTable.of(Checkpoint.open(source))
+    names = [name for name, kind in table.items() if kind.dtype == "U8"][:7]
+    steps = [
+        Compute((TensorOut(name, *table.kind(name)),), (whole(name, *table.kind(name)),), Slowly()) for name in names
+    ]
+    steps.insert(3, carry("between", *table.kind(names[0]), source=names[0]))
+    plan = Plan("slow", (file_job("x.safetensors", steps),), {})
+    execute(plan, table, tmp_path / "o", closing=lambda _: ())
+    original = Checkpoint.open(source)
+    order = [*names[:3], names[0], *names[3:]]
+    assert (tmp_path / "o" / "x.safetensors").read_bytes().endswith(b"".join(original.read(name) for name in order))
 
 
 def test_a_transform_that_lies_about_its_size_is_our_bug(source, tmp_path):

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from k3tool.checkpoint.ranges import Reader, merge_ranges
+from k3tool.checkpoint import ranges
+from k3tool.checkpoint.ranges import LEAST_UNCACHED, Reader, merge_ranges
+from k3tool.checkpoint.source import LocalSource
 from tests.transform.cases import MemorySource
 
 RANGES = st.lists(
@@ -48,4 +54,46 @@ def test_reading_announced_or_not_gives_the_bytes(ranges, window, announced):
         reader.read_into(name, start, memoryview(buffer))
         assert bytes(buffer) == data[name][start:end]
     assert reader.read_bytes == sum(length for _, _, length in source.requests)
+    reader.close()
+
+
+def test_reads_past_the_page_cache_fall_back_where_there_is_no_such_thing(tmp_path, monkeypatch):
+    """Large reads ask for it; a system that refuses is asked once, any other error is the caller's."""
+    data = bytes(range(256)) * (3 * LEAST_UNCACHED // 256)
+    (tmp_path / "a").write_bytes(data)
+    asked: list[int] = []
+    preadv = os.preadv
+    number = errno.EOPNOTSUPP
+
+    def refusing(descriptor, buffers, offset, flags=0):
+        asked.append(flags)
+        if flags:
+            raise OSError(number, "no")
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", refusing)
+    monkeypatch.setattr(ranges, "UNCACHED", 0x80)
+    reader = Reader(LocalSource(tmp_path), 1)
+    buffer = bytearray(len(data))
+    for start in range(0, len(data), LEAST_UNCACHED):
+        reader.read_into("a", start, memoryview(buffer)[start : start + LEAST_UNCACHED])
+    reader.read_into("a", 0, memoryview(buffer)[:100])
+    assert bytes(buffer) == data and asked == [0x80, 0, 0, 0, 0]
+    reader.close()
+    number = errno.EIO
+    reader = Reader(LocalSource(tmp_path), 1)
+    with pytest.raises(OSError, match="no"):
+        reader.read_into("a", 0, memoryview(buffer))
+    reader.close()
+
+
+def test_a_large_file_is_read_whole_again_and_again(tmp_path):
+    """The real flag of this system, whatever it does with it."""
+    data = os.urandom(LEAST_UNCACHED + 77)
+    (tmp_path / "a").write_bytes(data)
+    reader = Reader(LocalSource(tmp_path), 1)
+    for _ in range(2):
+        buffer = bytearray(len(data))
+        reader.read_into("a", 0, memoryview(buffer))
+        assert bytes(buffer) == data
     reader.close()
