@@ -146,6 +146,8 @@ class Bench:
         """Time a case in bfloat16 on several sets of inputs, and compare with its floor: the larger of bytes over copy
         bandwidth and operations over the matmul rate."""
         gc.collect()
+        if self.is_gpu:
+            torch.cuda.empty_cache()  # of the comparison before
         draw = Draw(self.device, torch.bfloat16, sizes=self.sizes)
         number = max(2, min(MOST_SETS, int(CACHED_BYTES // case.floor_bytes) + 1)) if self.is_gpu else 2
         sets = [case.make(draw) for _ in range(number)]
