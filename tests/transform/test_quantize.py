@@ -364,7 +364,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (Request(gpus=4, tp=2, ep=2), "int8"),
         (Request(gpus=2, tp=2), "fp8-channel"),
         (Request(gpus=2, tp=2), "int4"),
-        (Request(gpus=2, ep=2), "attention"),
+        (Request(gpus=2, tp=2), "attention"),
     ],
 )
 def test_one_pass_gives_what_two_passes_give(wide: Path, tmp_path: Path, request_: Request, scheme: str) -> None:
