@@ -16,9 +16,10 @@ os.environ["HF_HUB_DISABLE_XET"] = "1"
 # Triton decides when it is first imported whether kernels are interpreted: without a GPU, tests interpret them.
 if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
     os.environ["TRITON_INTERPRET"] = "1"
-# Compiled kernels are kept for the whole run of the tests, and nowhere else.
-_kept = tempfile.TemporaryDirectory(prefix="k3tool-kernels-")
-os.environ["K3TOOL_CACHE"] = _kept.name
+# Compiled kernels are kept for the whole run of the tests, by all of its processes, and nowhere else.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _kept = tempfile.TemporaryDirectory(prefix="k3tool-kernels-")
+    os.environ["K3TOOL_CACHE"] = _kept.name
 for _name in ("HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE", "K3TOOL_DEBUG"):
     os.environ.pop(_name, None)
 

@@ -21,6 +21,10 @@ from k3tool.transform.split import WHOLE, Cut, Rule
 
 Owner = tuple[int, int | None]  # PP stage, EP rank (None: all of the stage)
 TIED: Owner = (-1, None)  # an embedding that the first and the last stage share
+SHARED_FILES = (
+    16  # of a rank whose TP neighbours are written with it: they are one batch, and one batch is one worker's
+)
+LEAST_SHARED_BYTES = 128 << 20
 
 
 @dataclass
@@ -100,7 +104,7 @@ def rank_jobs(resharder: Resharder, grouped: Grouped, max_bytes: int) -> list[Fi
     for stage in range(layout.pp):
         for ep in range(layout.ep):
             held = _merged([g for owner, g in grouped.groups.items() if _belongs(owner, stage, ep, layout)])
-            files = held.files(max_bytes, resharder.unit)
+            files = held.files(max_bytes if layout.tp == 1 else min(max_bytes, _shared_bytes(held)), resharder.unit)
             for number, (run, size) in enumerate(files, 1):
                 names = held.names[run.start : run.stop]
                 place = held.places[run.start]
@@ -111,6 +115,11 @@ def rank_jobs(resharder: Resharder, grouped: Grouped, max_bytes: int) -> list[Fi
                     made.append((place, resharder.job(path, names, size, tp_rank=tp_rank, batch=batch)))
     made.sort(key=lambda item: item[0])
     return [job for _, job in made]
+
+
+def _shared_bytes(held: Group) -> int:
+    """Largest file of TP neighbours: small enough that all workers of a machine, or all machines, find work."""
+    return max(LEAST_SHARED_BYTES, -(-sum(held.sizes) // SHARED_FILES))
 
 
 def _belongs(owner: Owner, stage: int, ep: int, layout: Layout) -> bool:
