@@ -100,7 +100,7 @@ print(len(launches))
 
 def test_sizes_of_one_compile(tmp_path):
     """At a launch, an integer argument that is 1 becomes a constant: a kernel must not take it for a number on the GPU."""
-    assert int(python(["-c", ONES], tmp_path)) == 13
+    assert int(python(["-c", ONES], tmp_path)) == 14
 
 
 FILL = """
