@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from k3tool.activations import Activations, is_recorded
+from k3tool.activations import Activations
 from k3tool.checkpoint.manifest import FileRecord
 from k3tool.checkpoint.reader import CONFIG_NAME
 from k3tool.checkpoint.source import Source, open_source
@@ -29,7 +29,7 @@ from k3tool.reshard import DEFAULT_SHARD_BYTES, Prepared, Request, closing_files
 from k3tool.reshard import prepare as prepare_reshard
 from k3tool.transform import quantize_config, quantize_report
 from k3tool.transform.forms import Opened
-from k3tool.transform.quantize import COMPENSATED, QuantizedForm, QuantizingResharder, is_compensated
+from k3tool.transform.quantize import QuantizedForm, QuantizingResharder
 from k3tool.transform.quantize_card import CARD_NAME, MAX_CARD_BYTES, SOURCE_CARD_NAME, model_card
 from k3tool.transform.quantize_config import Section
 from k3tool.transform.quantize_html import html_page
@@ -69,6 +69,7 @@ class Change:
     exact: bool = False
     activations: Activations | None = None
     calibrated: bool = False
+    device: str | None = None
     section: Section | None = None
     quantized: QuantizedForm | None = None
     command: str = "quantize"
@@ -113,7 +114,8 @@ class Change:
     def form(self, opened: Opened) -> Form:
         quantized = QuantizedForm(opened.form, opened.splitter, self.policy)
         self._check_rules(quantized)
-        self._check_activations(quantized)
+        if self.activations is not None:
+            quantized.check_activations(self.activations, calibrated=self.calibrated)
         self.section = quantize_config.section(quantize_config.summarize(quantized.items(), quantized.matrix_shape))
         document = quantize_config.rewrite(opened.form.config.raw, self.section)
         quantized.config = K3Config.from_dict(document, where="the new config.json")
@@ -129,29 +131,11 @@ class Change:
                     hint="k3tool inspect --tensors shows the names; patterns after re: match from the start",
                 )
 
-    def _check_activations(self, quantized: QuantizedForm) -> None:
-        """Everything that will be asked of the activations is there, before anything is written."""
-        if self.activations is None:
-            return
-        self.activations.check_model(quantized.inner.config)
-        compensated = 0
-        for path, converting in quantized.changing.items():
-            if is_recorded(path):
-                self.activations.mean_square(path, converting.shape[1])
-            if self.calibrated and is_compensated(path, converting):
-                self.activations.check_gram(path, converting.shape[1])
-                compensated += 1
-        if self.calibrated and not compensated:
-            raise UsageError(
-                "--calibrated: no latent projection becomes a scheme whose errors can be compensated",
-                hint=f"add --latent with one of {', '.join(COMPENSATED)}",
-            )
-
     def resharder(self, form: Form, splitter: Splitter, target: Layout) -> Resharder:
         assert isinstance(form, QuantizedForm)
         return QuantizingResharder(
             form, splitter, target, search=self.search, exact=self.exact, activations=self.activations,
-            calibrated=self.calibrated,
+            calibrated=self.calibrated, device=self.device,
         )  # fmt: skip
 
 
@@ -250,9 +234,11 @@ def prepare(
     exact: bool = False,
     activations: str | Path | None = None,
     calibrated: bool = False,
+    device: str | None = None,
 ) -> PreparedQuantization:
     """Plan from names, shapes and dtypes. Writes nothing. activations: a file that `k3tool run --save-activations` wrote.
     calibrated: compensate the errors of the latent projections, which needs Gram matrices in that file.
+    device: of torch, where the arithmetic runs (None: compiled kernels on the CPU); the result is the same to the byte.
 
     Raises what `k3tool.reshard.prepare` raises, UnsupportedError (14) for a scheme that a tensor cannot have or that
     would quantize it twice, UsageError (2) for a rule that covers nothing or experts that would differ in a layer,
@@ -267,8 +253,14 @@ def prepare(
         )
     if calibrated and scales == "plain":
         raise UsageError("--calibrated starts from searched scales", hint="leave --scales plain out")
+    if device is not None:
+        from k3tool.formats.device import check_device
+
+        check_device(device)
     recorded = None if activations is None else Activations.open(activations)
-    change = Change(policy, search=scales == "search", exact=exact, activations=recorded, calibrated=calibrated)
+    change = Change(
+        policy, search=scales == "search", exact=exact, activations=recorded, calibrated=calibrated, device=device
+    )
     opened = open_source(source) if isinstance(source, (str, Path)) else source
     request = request or Request(gpus=1, form="hf", max_shard_bytes=default_shard_bytes(opened))
     return PreparedQuantization(prepare_reshard(opened, request, change), change)
@@ -293,6 +285,7 @@ def quantize(
     exact: bool = False,
     activations: str | Path | None = None,
     calibrated: bool = False,
+    device: str | None = None,
     max_rel_error: float | None = None,
     request: Request | None = None,
     options: Options | None = None,
@@ -301,7 +294,7 @@ def quantize(
     """Write `source` into `dest` with the components named in other schemes (None: what the recipe says, else kept).
 
     activations: second moments of inputs, by which errors are weighted when scales are searched, and reported.
-    calibrated: compensate the errors of the latent projections as well.
+    calibrated: compensate the errors of the latent projections as well. device: see `prepare`.
     request: layout and shard sizes; by default one Hugging Face checkpoint. options: workers, memory, overwriting.
     Raises what `prepare` and `k3tool.execute.execute` raise, and CheckFailed (1) where `exact` would change a value
     or a component's relative error is beyond `max_rel_error`: then neither index nor configuration is written.
@@ -311,7 +304,7 @@ def quantize(
         policy = make_policy(wanted, recipe)
         job = prepare(
             opened, policy, request=request, scales=scales, exact=exact, activations=activations,
-            calibrated=calibrated,
+            calibrated=calibrated, device=device,
         )  # fmt: skip
         return carry_out(job, dest, max_rel_error=max_rel_error, options=options or Options(progress=progress))
 

@@ -19,7 +19,7 @@ from k3tool.cli.options import (
     WorkersOption,
 )
 from k3tool.cli.output import Output, clean, table
-from k3tool.errors import UnsupportedError, UsageError
+from k3tool.errors import UsageError
 from k3tool.units import format_bytes, format_duration, parse_ranges, parse_size
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def command(
     output_format: Annotated[str, typer.Option("--format", metavar="safetensors|gguf", help="gguf: the text model for llama.cpp.")] = "safetensors",
     trunk: Annotated[str, typer.Option("--trunk", metavar="TYPE", help="With --format gguf: bf16, f16, f32 or q8_0 for what is not an expert (--experts: keep, bf16, f16, f32, q8_0).")] = "bf16",
     vocabulary: Annotated[str, typer.Option("--vocabulary", metavar="auto|none|ids", help="With --format gguf: tokens of the source, none, or their numbers.")] = "auto",
-    device: Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda", help="Where the arithmetic runs.")] = "auto",
+    device: Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda", help="Where the arithmetic runs; the result is the same. auto: the CPU.")] = "auto",
     gpus: Annotated[int | None, typer.Option("--gpus", metavar="N", min=1, help="Reshard in the same pass: ranks in all, TP x EP x PP.")] = None,
     tp: Annotated[int | None, typer.Option("--tp", metavar="N", min=1, help="Tensor parallel ranks.")] = None,
     ep: Annotated[int | None, typer.Option("--ep", metavar="N", min=1, help="Expert parallel ranks.")] = None,
@@ -89,7 +89,8 @@ def command(
         if output_format == "gguf":
             named = {"--latent": latent, "--shared": shared, "--attention": attention, "--recipe": recipe,
                      "--gpus": gpus, "--tp": tp, "--ep": ep, "--pp": pp, "--layout": layout, "--rank": rank,
-                     "--activations": activations, "--calibrated": calibrated or None}  # fmt: skip
+                     "--activations": activations, "--calibrated": calibrated or None,
+                     "--device cuda": True if device == "cuda" else None}  # fmt: skip
             _refuse(named, "--format gguf", "experts are chosen with --experts, all else with --trunk")
             _refuse(
                 {"--max-rel-error": max_rel_error, "--report": report},
@@ -123,7 +124,7 @@ def command(
                 parse_size(max_shard_size) if max_shard_size else default_shard_bytes(opened),
             )  # fmt: skip
             job = prepare(opened, policy, request=request, scales=scales, exact=exact, activations=activations,
-                          calibrated=calibrated)  # fmt: skip
+                          calibrated=calibrated, device="cuda" if device == "cuda" else None)  # fmt: skip
             for warning in job.warnings:
                 output.progress.warn(warning)
             if dry_run:
@@ -139,10 +140,6 @@ def command(
 def _check_device(device: str) -> None:
     if device not in ("auto", "cpu", "cuda"):
         raise UsageError(f"unknown device {device!r}", hint="write --device auto, cpu or cuda")
-    if device == "cuda":
-        raise UnsupportedError(
-            "quantize runs on the CPU: its kernels keep up with the disk", hint="leave --device out, or write cpu"
-        )
 
 
 def _refuse(named: dict[str, Any], what: str, hint: str) -> None:

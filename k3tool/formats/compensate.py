@@ -84,7 +84,8 @@ def compensate(source: Stored, target: Target, strips: Strips) -> tuple[Converte
         wide = values.astype(np.float64)
         weighted += np.square(wide).sum(0) @ weight, np.square(wide - stored).sum(0) @ weight
         measured.append(compare(values, stored))
-    outputs = Outputs(*(float(value) for value in sums), kept, source.shape[0])
+    energy, plainly, by_search, as_stored = (float(value) for value in sums)
+    outputs = Outputs(energy, plainly, by_search, as_stored, kept, source.shape[0])
     return Converted(parts, total(measured)), Weighted(float(weighted[0]), float(weighted[1]), outputs)
 
 

@@ -68,10 +68,7 @@ def convert(sources: Sequence[Stored], target: Target) -> list[Converted]:
     Raises CheckpointCorrupt for NaN or infinite weights or scales, UnsupportedError for a shape that the target cannot
     hold or a value beyond its range; both name the module.
     """
-    for source in sources:
-        check_shape(target.scheme, source.shape, group_size=target.group_size, where=source.name)
-        if source.scheme == "mxfp4" and source.parts["weight_scale"].max(initial=0) == E8M0_NAN:
-            raise _not_finite(source.name, "a NaN scale (byte 255)")
+    check(sources, target)
     if target.scheme.startswith("nvfp4"):
         naming = "modelopt" if target.scheme == "nvfp4-modelopt" else "compressed-tensors"
         if all(source.scheme == "mxfp4" for source in sources):
@@ -80,11 +77,26 @@ def convert(sources: Sequence[Stored], target: Target) -> list[Converted]:
     return [_convert_one(source, target) for source in sources]
 
 
+def check(sources: Sequence[Stored], target: Target) -> None:
+    """Raises what `convert` raises before it looks at values."""
+    for source in sources:
+        check_shape(target.scheme, source.shape, group_size=target.group_size, where=source.name)
+        if source.scheme == "mxfp4" and source.parts["weight_scale"].max(initial=0) == E8M0_NAN:
+            raise not_finite(source.name, "a NaN scale (byte 255)")
+
+
+def by_table(source: Stored, target: Target) -> bool:
+    """Whether a module goes by table: codes are looked up, nothing is computed."""
+    if source.scheme != "mxfp4":
+        return False
+    return target.scheme.startswith("nvfp4") or _table_way(source, target) is not None
+
+
 def _convert_one(source: Stored, target: Target) -> Converted:
     if source.scheme == "mxfp4":
-        by_table = _table_way(source, target)
-        if by_table is not None:
-            return by_table(source, target)
+        way = _table_way(source, target)
+        if way is not None:
+            return way(source, target)
     return _QUANTIZE[target.scheme](source, target)
 
 
@@ -156,7 +168,7 @@ def _mxfp4_to_int8(source: Stored, target: Target) -> Converted:
     rows, columns = source.shape
     half = mx_tables.INT8_SCALES[source.parts["weight_scale"]]
     scale = half.repeat(mxfp4.GROUP // (target.group_size or mxfp4.GROUP), axis=1)
-    return Converted(_integer_parts(out.view("<i4").reshape(rows, columns // 4), scale, source.shape), measured)
+    return Converted(integer_parts(out.view("<i4").reshape(rows, columns // 4), scale, source.shape), measured)
 
 
 def _mxfp4_to_int4(source: Stored, target: Target) -> Converted:
@@ -170,7 +182,7 @@ def _mxfp4_to_int4(source: Stored, target: Target) -> Converted:
     scale = np.empty(exponent.size, np.uint16)
     compiled_mx.scale_bf16(choices.scales, index, exponent, scale)
     packed = out.view("<i4").reshape(rows, columns // 8)
-    return Converted(_integer_parts(packed, scale.reshape(rows, -1), source.shape), measured)
+    return Converted(integer_parts(packed, scale.reshape(rows, -1), source.shape), measured)
 
 
 def _mxfp4_to_fp8(source: Stored, target: Target) -> Converted:
@@ -269,26 +281,26 @@ def _decode_float(parts: dict[str, NDArray], rows: slice, out: NDArray[np.float3
 _DECODE = {"mxfp4": _decode_mxfp4, "bf16": _decode_bf16, "f16": _decode_float, "f32": _decode_float}
 
 
-def _column_weight(source: Stored) -> NDArray[np.float32]:
+def column_weight(source: Stored) -> NDArray[np.float32]:
     weight = source.weight
     return np.ones(source.shape[1], np.float32) if weight is None else np.ascontiguousarray(weight, np.float32)
 
 
-def _factors(target: Target, factors: Sequence[np.float32]) -> NDArray[np.float32]:
+def scale_factors(target: Target, factors: Sequence[np.float32]) -> NDArray[np.float32]:
     return np.array(factors if target.search else factors[:1], np.float32)
 
 
 def _finish(source: Stored, parts: dict[str, NDArray], sums: NDArray[np.float64]) -> Converted:
     if not math.isfinite(sums[0]):
-        raise _not_finite(source.name, "NaN or infinity")
+        raise not_finite(source.name, "NaN or infinity")
     return Converted(parts, Measured(math.prod(source.shape), *(float(value) for value in sums)))
 
 
-def _not_finite(name: str, what: str) -> CheckpointCorrupt:
+def not_finite(name: str, what: str) -> CheckpointCorrupt:
     return CheckpointCorrupt(f"{name} holds {what}", hint="fetch the shard again and verify it, or ask its publisher")
 
 
-def _integer_parts(words: NDArray, scale: NDArray, shape: tuple[int, ...]) -> dict[str, NDArray]:
+def integer_parts(words: NDArray, scale: NDArray, shape: tuple[int, ...]) -> dict[str, NDArray]:
     return {"weight_packed": words, "weight_scale": scale, "weight_shape": np.array(shape, np.int64)}
 
 
@@ -297,7 +309,7 @@ def _to_mxfp4(source: Stored, target: Target) -> Converted:
     packed, scale = np.empty((rows, columns // 2), np.uint8), np.empty((rows, columns // 32), np.uint8)
     shifts, sums = np.array(mxfp4.SHIFTS if target.search else (0,)), np.zeros(4)
     for taken, tile in tiles(source):
-        compiled.quantize_mxfp4(tile, _column_weight(source), shifts, E8M0, packed[taken], scale[taken], sums)
+        compiled.quantize_mxfp4(tile, column_weight(source), shifts, E8M0, packed[taken], scale[taken], sums)
     return _finish(source, {"weight_packed": packed, "weight_scale": scale}, sums)
 
 
@@ -306,17 +318,17 @@ def _to_integer(source: Stored, target: Target) -> Converted:
     rows, columns = source.shape
     stored = integer.stored_tensors(source.shape, group_size=target.group_size, dtype="BF16", bits=bits)
     raw, scale = np.empty((rows, columns * bits // 8), np.uint8), np.empty(stored["weight_scale"][1], np.uint16)
-    factors, sums = _factors(target, integer.FACTORS[1 << (bits - 1)]), np.zeros(4)
+    factors, sums = scale_factors(target, integer.FACTORS[1 << (bits - 1)]), np.zeros(4)
     for taken, tile in tiles(source):
-        compiled.quantize_integer(tile, _column_weight(source), factors, bits, raw[taken], scale[taken], sums)
-    return _finish(source, _integer_parts(raw.view("<i4"), scale, source.shape), sums)
+        compiled.quantize_integer(tile, column_weight(source), factors, bits, raw[taken], scale[taken], sums)
+    return _finish(source, integer_parts(raw.view("<i4"), scale, source.shape), sums)
 
 
 def _to_fp8(source: Stored, target: Target) -> Converted:
     rows, columns = source.shape
     down, across = (1, columns) if target.scheme == "fp8-channel" else (fp8.BLOCK, fp8.BLOCK)
     out, scale = np.empty((rows, columns), np.uint8), np.empty((rows // down, columns // across), np.float32)
-    factors, sums, weight = _factors(target, fp8.FACTORS), np.zeros(4), _column_weight(source)
+    factors, sums, weight = scale_factors(target, fp8.FACTORS), np.zeros(4), column_weight(source)
     for taken, tile in tiles(source):
         for row in range(0, taken.stop - taken.start, down):
             first = taken.start + row
@@ -346,7 +358,7 @@ def _to_plain(source: Stored, target: Target) -> Converted:
 def _to_nvfp4(sources: Sequence[Stored], naming: str, target: Target) -> list[Converted]:
     amax = max(float(np.abs(tile).max(initial=0)) for source in sources for _, tile in tiles(source))
     if not math.isfinite(amax):
-        raise _not_finite(" and ".join(source.name for source in sources), "NaN or infinity")
+        raise not_finite(" and ".join(source.name for source in sources), "NaN or infinity")
     factor = nvfp4.global_scale(amax)
     shifts = np.array(nvfp4.SHIFTS if target.search else (0,))
     results = []
@@ -358,7 +370,7 @@ def _to_nvfp4(sources: Sequence[Stored], naming: str, target: Target) -> list[Co
             np.zeros(4),
         )
         for taken, tile in tiles(source):
-            compiled.quantize_nvfp4(tile, _column_weight(source), shifts, factor, packed[taken], scale[taken], sums)
+            compiled.quantize_nvfp4(tile, column_weight(source), shifts, factor, packed[taken], scale[taken], sums)
         overall = factor if naming == "compressed-tensors" else np.float32(1) / factor
         results.append(_finish(source, nvfp4.parts(naming, packed, scale, overall), sums))
     return results

@@ -101,8 +101,8 @@ class Weighted(NamedTuple):
         source, error, *outputs = row
         made = None
         if outputs:
-            *sums, kept, rows = outputs[0]
-            made = Outputs(*map(float, sums), int(kept), int(rows))
+            before, plain, searched, stored, kept, rows = outputs[0]
+            made = Outputs(float(before), float(plain), float(searched), float(stored), int(kept), int(rows))
         return cls(float(source), float(error), made)
 
 
@@ -112,8 +112,14 @@ def total_weighted(rows: Iterable[Weighted]) -> Weighted:
     outputs = [row.outputs for row in held if row.outputs]
     made = None
     if outputs:
-        sums = (math.fsum(column) for column in zip(*(o[:4] for o in outputs), strict=True))
-        made = Outputs(*sums, sum(o.rows_kept for o in outputs), sum(o.rows for o in outputs))
+        made = Outputs(
+            math.fsum(o.source for o in outputs),
+            math.fsum(o.plain for o in outputs),
+            math.fsum(o.searched for o in outputs),
+            math.fsum(o.stored for o in outputs),
+            sum(o.rows_kept for o in outputs),
+            sum(o.rows for o in outputs),
+        )
     return Weighted(math.fsum(row.source for row in held), math.fsum(row.error for row in held), made)
 
 

@@ -9,42 +9,29 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 from k3tool import formats
 from k3tool.activations import Activations, is_recorded
 from k3tool.catalog import MatrixShapes
 from k3tool.checkpoint.table import Kind, Tensors
 from k3tool.config import K3Config
-from k3tool.errors import CheckFailed, CheckpointCorrupt, UnsupportedError, UsageError
+from k3tool.errors import CheckpointCorrupt, UnsupportedError, UsageError
 from k3tool.layout import Layout
 from k3tool.names import TensorName, component_of, parse_name
 from k3tool.plan import FileJob, LazySteps
-from k3tool.transform.base import Applied, Compute, Region, Step, TensorOut
+from k3tool.transform.base import Compute, Region, Step, TensorOut
 from k3tool.transform.quantize_partners import Partners
 from k3tool.transform.quantize_policy import Choice, Policy
+from k3tool.transform.quantize_step import Convert, Converting, Input, Work
 from k3tool.transform.reshard import Form, Resharder
 from k3tool.transform.split import Cut, Rule, Splitter, parsed, unit_of
 
 NATIVE = ("mxfp4", "bf16", "f16", "f32")  # may become anything; other schemes may only be decoded
 COMPENSATED = ("int4", "int8", "nvfp4", "nvfp4-modelopt", "mxfp4", "fp8-channel", "fp8-block")  # by `--calibrated`
 _DTYPES = {"bf16": "BF16", "f16": "F16", "f32": "F32"}
-SCRATCH_BYTES = 16 << 20  # tables, indices and one tile of float32 rows
-WEIGHING_BYTES = 32 << 20  # the same tile in float64, before and after
-
-
-@dataclass(frozen=True, eq=False)
-class Converting:
-    """One kind of module that changes: as stored, and as it will be. All modules that are alike share one."""
-
-    scheme: str
-    shape: tuple[int, int]
-    parts: tuple[tuple[str, Kind], ...]
-    choice: Choice
-    outputs: dict[str, Kind]
 
 
 class QuantizedForm:
@@ -165,6 +152,24 @@ class QuantizedForm:
                     hint="give all routed experts of a layer the same scheme",
                 )
 
+    def check_activations(self, activations: Activations, *, calibrated: bool) -> None:
+        """Everything that will be asked of the activations is there, before anything is written.
+
+        Raises what `Activations` raises, and UsageError where nothing is there to be `calibrated`."""
+        activations.check_model(self.inner.config)
+        compensated = 0
+        for path, converting in self.changing.items():
+            if is_recorded(path):
+                activations.mean_square(path, converting.shape[1])
+            if calibrated and is_compensated(path, converting):
+                activations.check_gram(path, converting.shape[1])
+                compensated += 1
+        if calibrated and not compensated:
+            raise UsageError(
+                "--calibrated: no latent projection becomes a scheme whose errors can be compensated",
+                hint=f"add --latent with one of {', '.join(COMPENSATED)}",
+            )
+
     def items(self) -> Iterator[tuple[str, Kind]]:
         """Every tensor as it will be; what replaces a module comes where its first part stood."""
         seen: set[str] = set()
@@ -188,7 +193,7 @@ class QuantizingResharder(Resharder):
     """Steps of a quantized form: modules that change are made in one step with those that share a scale.
 
     activations: what squared errors count in each column, where a run has recorded it. calibrated: errors of the latent
-    projections are compensated, see `is_compensated`.
+    projections are compensated, see `is_compensated`. device: where the arithmetic runs (None: compiled, on the CPU).
     """
 
     def __init__(
@@ -201,6 +206,7 @@ class QuantizingResharder(Resharder):
         exact: bool,
         activations: Activations | None = None,
         calibrated: bool = False,
+        device: str | None = None,
     ) -> None:
         super().__init__(form, splitter, target)
         self.quantized = form
@@ -208,6 +214,7 @@ class QuantizingResharder(Resharder):
         self.exact = exact
         self.activations = activations
         self.calibrated = calibrated
+        self.device = device
         self.partners = Partners(form.config, form.changing, lambda path: form.changing[path].choice.scheme)
 
     def job(self, path: str, names: Sequence[str], size: int, *, tp_rank: int = 0, batch: str = "") -> FileJob:
@@ -274,6 +281,7 @@ class QuantizingResharder(Resharder):
             exact=self.exact,
             activations=self.activations if is_recorded(paths[0]) else None,
             calibrated=self.calibrated and is_compensated(paths[0], self.quantized.changing[paths[0]]),
+            device=self.device,
         )
         return Compute(tuple(outputs), tuple(needs), transform, transform.working_bytes)
 
@@ -308,129 +316,6 @@ class QuantizingResharder(Resharder):
 def is_compensated(path: str, converting: Converting) -> bool:
     """Whether `--calibrated` is for this module: a latent projection on its way into a scheme with scales of its own."""
     return component_of(parse_name(path + ".weight")) == "latent" and converting.choice.scheme in COMPENSATED
-
-
-class Input(NamedTuple):
-    """One stored part: its kind, the shapes of the regions that hold it, and the axis along which they join."""
-
-    part: str
-    kind: Kind
-    shapes: tuple[tuple[int, ...], ...]
-    axis: int
-
-
-class Work(NamedTuple):
-    """One module: what it is made from, and for each output (part, axis, first, last) what a rank keeps of it."""
-
-    path: str
-    converting: Converting
-    inputs: tuple[Input, ...]
-    cuts: tuple[tuple[str, int | None, int, int], ...]
-
-
-@dataclass(frozen=True)
-class Convert:
-    """Modules that share what their format shares, from stored bytes to stored bytes.
-
-    Measures each: [path, scheme before, scheme after, `Measured` as JSON, `Weighted` as JSON where there are
-    activations]. exact: raises CheckFailed rather than change a value. calibrated: one module, whose errors are
-    compensated.
-    """
-
-    works: tuple[Work, ...]
-    dtype: str
-    search: bool
-    exact: bool
-    activations: Activations | None = None
-    calibrated: bool = False
-
-    def describe(self) -> str:
-        said = f"{self.works[0].converting.scheme} to {self._target().describe()}"
-        if self.activations is not None:
-            said += f", {'compensated' if self.calibrated else 'weighted'} by {self.activations.sha256[:16]}"
-        return said
-
-    @property
-    def working_bytes(self) -> int:
-        if self.calibrated:
-            from k3tool.formats.compensate import working_bytes
-
-            return SCRATCH_BYTES + working_bytes(self.works[0].converting.shape[1])
-        return SCRATCH_BYTES if self.activations is None else SCRATCH_BYTES + WEIGHING_BYTES
-
-    def _target(self) -> Any:
-        from k3tool.formats.convert import Target
-
-        choice = self.works[0].converting.choice
-        return Target(choice.scheme, choice.group_size, self.dtype, self.search)
-
-    def apply(self, inputs: Sequence[Any]) -> Applied:
-        from k3tool.formats.convert import Stored
-
-        remaining = iter(inputs)
-        sources = [
-            Stored(
-                w.path,
-                w.converting.scheme,
-                {i.part: _assemble(i, remaining) for i in w.inputs},
-                w.converting.shape,
-                self.activations and self.activations.mean_square(w.path, w.converting.shape[1]),
-            )
-            for w in self.works
-        ]
-        outputs: list[Any] = []
-        rows: list[list[Any]] = []
-        for work, (made, weighted) in zip(self.works, self._converted(sources), strict=True):
-            if self.exact and not made.measured.exact:
-                raise CheckFailed(
-                    f"{work.path}: {work.converting.choice.scheme} changes values "
-                    f"(relative error {made.measured.relative_error:.3g}), and --exact was asked for",
-                    hint="keep this component, choose a scheme that holds it, or leave --exact out",
-                    tensor=work.path,
-                )
-            outputs.extend(_kept(made.parts, part, axis, first, last) for part, axis, first, last in work.cuts)
-            converting = work.converting
-            row = [work.path, converting.scheme, converting.choice.scheme, *made.measured.as_json()]
-            rows.append(row if weighted is None else [*row, weighted.as_json()])
-        return Applied(outputs, rows)
-
-    def _converted(self, sources: Sequence[Any]) -> list[tuple[Any, Any]]:
-        """(Converted, Weighted or None) of each."""
-        from k3tool.formats.compensate import STRIP_ROWS, compensate
-        from k3tool.formats.convert import convert
-        from k3tool.formats.weighing import weigh
-
-        target = self._target()
-        if self.calibrated and self.activations is not None:
-            (source,) = sources
-            return [
-                compensate(source, target, partial(self.activations.gram, source.name, source.shape[1], STRIP_ROWS))
-            ]
-        made = convert(sources, target)
-        if self.activations is None:
-            return [(one, None) for one in made]
-        return [(one, weigh(s, target.scheme, one.parts)) for s, one in zip(sources, made, strict=True)]
-
-
-def _assemble(wanted: Input, inputs: Iterator[Any]) -> Any:
-    import numpy as np
-
-    views = [formats.view(memoryview(next(inputs)), wanted.kind.dtype, shape) for shape in wanted.shapes]
-    return views[0] if len(views) == 1 else np.concatenate(views, axis=wanted.axis)
-
-
-def _kept(parts: Mapping[str, Any], part: str, axis: int | None, first: int, last: int) -> Any:
-    """The bytes that a rank stores of one part: [first, last) along axis, all of it without one. A `weight_shape` holds
-    the extent of one of `last` equal shares."""
-    import numpy as np
-
-    array = parts[part]
-    if part == "weight_shape" and axis is not None:
-        array = array.copy()
-        array[axis] //= last
-    elif axis is not None:
-        array = array[first:last] if axis == 0 else array[:, first:last]
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def _extents(region: Region) -> tuple[int, ...]:

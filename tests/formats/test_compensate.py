@@ -75,8 +75,8 @@ def steps_of(scheme: str, parts: dict[str, np.ndarray], shape: tuple[int, ...]) 
     return formats.dequantize(scheme, ones, shape)
 
 
-def run(source: Stored, gram: np.ndarray, scheme: str, **options: int) -> tuple[Converted, Weighted]:
-    return compensate(source, Target(scheme, **options), strips_of(gram))
+def run(source: Stored, gram: np.ndarray, scheme: str, group_size: int | None = None) -> tuple[Converted, Weighted]:
+    return compensate(source, Target(scheme, group_size), strips_of(gram))
 
 
 @pytest.mark.parametrize("scheme", COMPENSATED)

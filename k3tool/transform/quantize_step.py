@@ -1,0 +1,162 @@
+"""One step of a quantization: modules that share what their format shares, from stored bytes to stored bytes.
+
+What the step is made from and keeps is described by names, shapes and dtypes; numpy and the formats are imported when it
+runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+from k3tool import formats
+from k3tool.activations import Activations
+from k3tool.checkpoint.table import Kind
+from k3tool.errors import CheckFailed
+from k3tool.transform.base import Applied
+from k3tool.transform.quantize_policy import Choice
+
+SCRATCH_BYTES = 16 << 20  # tables, indices and one tile of float32 rows
+WEIGHING_BYTES = 32 << 20  # the same tile in float64, before and after
+
+
+@dataclass(frozen=True, eq=False)
+class Converting:
+    """One kind of module that changes: as stored, and as it will be. All modules that are alike share one."""
+
+    scheme: str
+    shape: tuple[int, int]
+    parts: tuple[tuple[str, Kind], ...]
+    choice: Choice
+    outputs: dict[str, Kind]
+
+
+class Input(NamedTuple):
+    """One stored part: its kind, the shapes of the regions that hold it, and the axis along which they join."""
+
+    part: str
+    kind: Kind
+    shapes: tuple[tuple[int, ...], ...]
+    axis: int
+
+
+class Work(NamedTuple):
+    """One module: what it is made from, and for each output (part, axis, first, last) what a rank keeps of it."""
+
+    path: str
+    converting: Converting
+    inputs: tuple[Input, ...]
+    cuts: tuple[tuple[str, int | None, int, int], ...]
+
+
+@dataclass(frozen=True)
+class Convert:
+    """Modules that share what their format shares, from stored bytes to stored bytes.
+
+    Measures each: [path, scheme before, scheme after, `Measured` as JSON, `Weighted` as JSON where there are
+    activations]. exact: raises CheckFailed rather than change a value. calibrated: one module, whose errors are
+    compensated. device: of torch, where the arithmetic runs; the bytes are the same.
+    """
+
+    works: tuple[Work, ...]
+    dtype: str
+    search: bool
+    exact: bool
+    activations: Activations | None = None
+    calibrated: bool = False
+    device: str | None = None
+
+    def describe(self) -> str:
+        said = f"{self.works[0].converting.scheme} to {self._target().describe()}"
+        if self.activations is not None:
+            said += f", {'compensated' if self.calibrated else 'weighted'} by {self.activations.sha256[:16]}"
+        return said
+
+    @property
+    def working_bytes(self) -> int:
+        if self.calibrated:
+            from k3tool.formats.compensate import working_bytes
+
+            return SCRATCH_BYTES + working_bytes(self.works[0].converting.shape[1])
+        return SCRATCH_BYTES if self.activations is None else SCRATCH_BYTES + WEIGHING_BYTES
+
+    def _target(self) -> Any:
+        from k3tool.formats.convert import Target
+
+        choice = self.works[0].converting.choice
+        return Target(choice.scheme, choice.group_size, self.dtype, self.search)
+
+    def apply(self, inputs: Sequence[Any]) -> Applied:
+        from k3tool.formats.convert import Stored
+
+        remaining = iter(inputs)
+        sources = [
+            Stored(
+                w.path,
+                w.converting.scheme,
+                {i.part: _assemble(i, remaining) for i in w.inputs},
+                w.converting.shape,
+                self.activations and self.activations.mean_square(w.path, w.converting.shape[1]),
+            )
+            for w in self.works
+        ]
+        outputs: list[Any] = []
+        rows: list[list[Any]] = []
+        for work, (made, weighted) in zip(self.works, self._converted(sources), strict=True):
+            if self.exact and not made.measured.exact:
+                raise CheckFailed(
+                    f"{work.path}: {work.converting.choice.scheme} changes values "
+                    f"(relative error {made.measured.relative_error:.3g}), and --exact was asked for",
+                    hint="keep this component, choose a scheme that holds it, or leave --exact out",
+                    tensor=work.path,
+                )
+            outputs.extend(_kept(made.parts, part, axis, first, last) for part, axis, first, last in work.cuts)
+            converting = work.converting
+            row = [work.path, converting.scheme, converting.choice.scheme, *made.measured.as_json()]
+            rows.append(row if weighted is None else [*row, weighted.as_json()])
+        return Applied(outputs, rows)
+
+    def _converted(self, sources: Sequence[Any]) -> list[tuple[Any, Any]]:
+        """(Converted, Weighted or None) of each."""
+        from k3tool.formats.compensate import STRIP_ROWS, compensate
+        from k3tool.formats.convert import convert
+        from k3tool.formats.weighing import weigh
+
+        target = self._target()
+        if self.calibrated and self.activations is not None:
+            (source,) = sources
+            return [
+                compensate(source, target, partial(self.activations.gram, source.name, source.shape[1], STRIP_ROWS))
+            ]
+        if self.device is None:
+            made = convert(sources, target)
+        else:
+            from k3tool.formats.device import convert_on
+
+            made = convert_on(self.device, sources, target)
+        if self.activations is None:
+            return [(one, None) for one in made]
+        return [(one, weigh(s, target.scheme, one.parts)) for s, one in zip(sources, made, strict=True)]
+
+
+def _assemble(wanted: Input, inputs: Iterator[Any]) -> Any:
+    import numpy as np
+
+    views = [formats.view(memoryview(next(inputs)), wanted.kind.dtype, shape) for shape in wanted.shapes]
+    return views[0] if len(views) == 1 else np.concatenate(views, axis=wanted.axis)
+
+
+def _kept(parts: Mapping[str, Any], part: str, axis: int | None, first: int, last: int) -> Any:
+    """The bytes that a rank stores of one part: [first, last) along axis, all of it without one. A `weight_shape` holds
+    the extent of one of `last` equal shares."""
+    import numpy as np
+
+    array = parts[part]
+    if part == "weight_shape" and axis is not None:
+        array = array.copy()
+        array[axis] //= last
+    elif axis is not None:
+        array = array[first:last] if axis == 0 else array[:, first:last]
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
