@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import os
 import re
 import subprocess
@@ -119,6 +120,41 @@ def test_a_bug_is_exit_70_with_a_traceback(capsys, monkeypatch):
     assert cli.run(["inspect", "x"]) == 70
     error = capsys.readouterr().err
     assert "Traceback" in error and "this is a bug in k3tool: ZeroDivisionError" in error
+
+
+@pytest.mark.parametrize(
+    "number, code",
+    [
+        (errno.EACCES, 2),
+        (errno.EROFS, 2),
+        (errno.ENOTDIR, 2),
+        (errno.ENOSPC, 12),
+        (errno.EDQUOT, 12),
+        (errno.EBADF, 70),
+    ],
+)
+def test_what_the_disk_refuses_is_no_bug(number: int, code: int, capsys, monkeypatch):
+    def refuse(_: object) -> None:
+        raise OSError(number, os.strerror(number), "/some/folder")
+
+    monkeypatch.setattr("k3tool.checkpoint.reader.Checkpoint.open", refuse)
+    assert cli.run(["inspect", "x", "--json"]) == code
+    out, error = capsys.readouterr()
+    assert f'"code": {code}' in out and "/some/folder" in error and os.strerror(number) in error
+    assert ("Traceback" in error) == (code == 70)
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(capsys, monkeypatch, tmp_path: Path, mini: Path):
+    monkeypatch.setattr("os.access", lambda path, mode: str(path) != str(tmp_path))
+    assert cli.run(["plan", "k3", "--gpus", "16", "--report", str(tmp_path / "plan.html")]) == 2
+    assert f"no permission in {tmp_path}" in capsys.readouterr().err
+    report = str(tmp_path / "q.html")
+    assert cli.run(["quantize", str(mini), str(tmp_path / "q"), "--latent", "int8", "--report", report]) == 2
+    assert f"no permission in {tmp_path}" in capsys.readouterr().err
+    for option in ("--save-activations", "--logits-out"):
+        assert cli.run(["run", str(mini), "--input-ids", "1", option, str(tmp_path / "x.safetensors")]) == 2
+        assert f"no permission in {tmp_path}" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_interrupt_is_exit_130(capsys, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import sys
@@ -16,7 +17,7 @@ import typer
 
 from k3tool import __version__
 from k3tool.cli.output import print_failure
-from k3tool.errors import EXIT_BUG, EXIT_INTERRUPTED, Interrupted, K3Error, UsageError
+from k3tool.errors import EXIT_BUG, EXIT_INTERRUPTED, CapacityError, Interrupted, K3Error, UsageError
 
 EXIT_CODES = (
     "Exit codes: 0 done; 1 a check failed; 2 usage; 3 partly done, the same command resumes; 10 checkpoint missing or "
@@ -97,8 +98,23 @@ def run(arguments: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except Exception as error:
+        refused = _refused_by_disk(error)
+        if refused is not None:
+            return _fail(arguments, refused.with_traceback(error.__traceback__))
         traceback.print_exc()
         return _fail(arguments, _Bug(f"{type(error).__name__}: {error}"))
+
+
+def _refused_by_disk(error: Exception) -> K3Error | None:
+    """A folder without permission, a read-only or a full disk are for the user to mend; None for anything else."""
+    if not isinstance(error, OSError) or error.filename is None:
+        return None
+    cause = f"cannot use {error.filename}: {error.strerror}"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG):
+        return UsageError(cause, hint="name a folder or file that you may read and write, or have its owner allow it")
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return CapacityError(cause, hint="free space and run the same command again: it resumes")
+    return None
 
 
 class _Bug(K3Error):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from k3tool.errors import UsageError
 
 SourceArgument = Annotated[
     str, typer.Argument(metavar="SOURCE", help="Checkpoint folder, or Hub repository org/name[@revision].")
@@ -20,3 +24,12 @@ WorkersOption = Annotated[
 MemoryOption = Annotated[
     str | None, typer.Option("--max-memory", metavar="SIZE", help="Bound on resident memory, such as 2GiB.")
 ]
+
+
+def check_output_file(path: Path) -> None:
+    """Raises UsageError where a file cannot be written: known before the work whose result it is to hold."""
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir():
+        raise UsageError(f"cannot write {path}", hint="name a file in a folder that exists")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"cannot write {path}: no permission in {folder}", hint="name a file where you may write")

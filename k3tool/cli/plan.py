@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from k3tool.cli.options import JsonOption, QuietOption
+from k3tool.cli.options import JsonOption, QuietOption, check_output_file
 from k3tool.cli.output import Output, clean, table
 from k3tool.units import format_bytes
 
@@ -54,12 +54,11 @@ def command(
     """
     from k3tool import release
     from k3tool.checkpoint.writer import write_atomic
-    from k3tool.errors import UsageError
     from k3tool.planner import parse_card, plan_deployment
     from k3tool.sizing import BUILT_IN, open_inventory
 
-    if report is not None and (report.is_dir() or not report.absolute().parent.is_dir()):
-        raise UsageError(f"cannot write {report}", hint="name a file in a folder that exists")
+    if report is not None:
+        check_output_file(report)
 
     with Output("plan", json=json, quiet=quiet) as output:
         card = None if gpu_memory is None else parse_card(gpu_memory)

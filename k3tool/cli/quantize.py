@@ -17,6 +17,7 @@ from k3tool.cli.options import (
     QuietOption,
     SourceArgument,
     WorkersOption,
+    check_output_file,
 )
 from k3tool.cli.output import Output, clean, table
 from k3tool.errors import UsageError
@@ -75,8 +76,8 @@ def command(
     from k3tool.reshard import part_of
 
     _check_device(device)
-    if report is not None and not report.absolute().parent.is_dir():
-        raise UsageError(f"no folder for --report {report}", hint="name a file in a folder that exists")
+    if report is not None:
+        check_output_file(report)
     with Output("quantize", json=json, quiet=quiet) as output:
         options = Options(
             max_workers=max_workers,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from k3tool.cli.options import JsonOption, QuietOption
+from k3tool.cli.options import JsonOption, QuietOption, check_output_file
 from k3tool.cli.output import Output, print_failure
 from k3tool.errors import CheckFailed, Interrupted, K3Error, UnsupportedError, UsageError
 from k3tool.units import format_bytes, parse_size
@@ -97,8 +97,8 @@ def command(
         rank_folder_of(folder, world)  # a wrong number of processes is known before anything slow is imported
         with joined(world, voice=_Voice(output, printer)) as link:
             if link.is_first:
-                if logits_out is not None and (logits_out.is_dir() or not logits_out.absolute().parent.is_dir()):
-                    raise UsageError(f"cannot write {logits_out}", hint="name a file in a folder that exists")
+                if logits_out is not None:
+                    check_output_file(logits_out)
                 config, tokenizer, ids = _prompt(folder, prompt, prompt_file, input_ids, chat, thinking)
                 printer.start(ids, tokenizer, config.eos_token_ids, live=not json and not quiet)
             ids = link.from_first(lambda: printer.input_ids)
@@ -157,8 +157,7 @@ def _check_recording(path: Path | None, gram: bool, ranks: int) -> None:
             "activations are recorded by one process, which sees whole matrices",
             hint="run without torchrun on the whole checkpoint; with --memory SIZE its experts stream from disk",
         )
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise UsageError(f"cannot write {path}", hint="name a file in a folder that exists")
+    check_output_file(path)
 
 
 def _recorder(session: Session, path: Path | None, gram: bool) -> Recorder | None:

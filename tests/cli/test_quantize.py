@@ -71,7 +71,7 @@ def test_a_dry_run_writes_nothing(mini: Path, tmp_path: Path, capsys: pytest.Cap
         (["--format", "zip"], 2, "unknown format 'zip'"),
         (["--scales", "best"], 2, "unknown way to choose scales"),
         (["--device", "tpu"], 2, "unknown device"),
-        (["--report", "nowhere/report.html"], 2, "no folder for --report"),
+        (["--report", "nowhere/report.html"], 2, "cannot write"),
         (["--trunk", "q8_0"], 2, "go with --format gguf"),
         (["--format", "gguf", "--latent", "nf4"], 2, "--latent does not go with --format gguf"),
         (["--format", "gguf", "--max-rel-error", "0.1"], 2, "no index holds its files back"),
