@@ -12,8 +12,8 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -87,33 +87,46 @@ def choose_sample(sizes: Mapping[str, int], share: float, book: ProofBook) -> li
     return chosen
 
 
-def hash_files(
-    folder: Path, names: Sequence[str], *, workers: int, task: str, progress: Progress = SILENT
-) -> Iterator[tuple[str, Proof | OSError]]:
-    """Yield each file's proof as soon as it is read, in the order of finishing; an unreadable file yields its error.
+class Readers:
+    """Files being hashed by several threads, from the moment this is made. Iterating gives each file's proof as soon as it
+    is read, in the order of finishing; an unreadable file gives its error.
 
-    Large files come first, so that no worker is left alone with one at the end. An interrupt stops the readers at
-    their next block.
+    Large files come first, so that no worker is left alone with one at the end. `close` stops the readers at their
+    next block; what was not read gives nothing.
     """
-    stop = threading.Event()
 
-    def work(name: str) -> tuple[str, Proof | OSError]:
+    def __init__(
+        self, folder: Path, names: Sequence[str], *, workers: int, task: str, progress: Progress = SILENT
+    ) -> None:
+        self._stop = threading.Event()
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="verify")
+
+        def work(name: str) -> tuple[str, Proof | OSError]:
+            try:
+                return name, _read(folder, name, task, progress, self._stop)
+            except OSError as error:
+                return name, error
+
+        self._waiting = {self._pool.submit(work, name) for name in sorted(names, key=lambda n: -_size(folder / n))}
+        self._done: set[Future[tuple[str, Proof | OSError]]] = set()
+
+    def __iter__(self) -> Readers:
+        return self
+
+    def __next__(self) -> tuple[str, Proof | OSError]:
         try:
-            return name, _read(folder, name, task, progress, stop)
-        except OSError as error:
-            return name, error
+            while not self._done:
+                if not self._waiting:
+                    raise StopIteration
+                self._done, self._waiting = wait(self._waiting, timeout=0.2, return_when=FIRST_COMPLETED)
+            return self._done.pop().result()
+        except BaseException:  # an interrupt too
+            self.close()
+            raise
 
-    order = sorted(names, key=lambda name: -_size(folder / name))
-    pool = ThreadPoolExecutor(workers, thread_name_prefix="verify")
-    try:
-        waiting = {pool.submit(work, name) for name in order}
-        while waiting:
-            done, waiting = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
-            for future in done:
-                yield future.result()
-    finally:
-        stop.set()
-        pool.shutdown(wait=True, cancel_futures=True)
+    def close(self) -> None:
+        self._stop.set()
+        self._pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _size(path: Path) -> int:

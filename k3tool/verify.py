@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import time
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +24,7 @@ from k3tool.conform import conform
 from k3tool.errors import CheckpointCorrupt, CheckpointMissing, K3Error
 from k3tool.events import SILENT, Progress
 from k3tool.garbage import collector_paused
-from k3tool.proofs import ProofBook, choose_sample, hash_files
+from k3tool.proofs import Proof, ProofBook, Readers, choose_sample
 from k3tool.transform.expected import expected
 from k3tool.transform.reshard import LAYOUT_NAME
 from k3tool.units import format_bytes
@@ -124,15 +125,25 @@ def verify(
     begun = time.monotonic()
     checkpoint = Checkpoint(LocalSource(folder))
     manifest = None if CONFIG_NAME in checkpoint.files else load_manifest(Path(folder))
-    with collector_paused():
-        if manifest is not None:
-            report = _by_manifest(checkpoint, manifest, depth)
-        elif INDEX_NAME not in checkpoint.files and (folders := rank_folders(checkpoint)):
-            report = _by_ranks(checkpoint, folders, depth, progress)
-        else:
-            report = _Verification(checkpoint, depth, progress).run()
-    if depth == "bytes":
-        _check_bytes(checkpoint, report, options or BytesOptions(), progress)
+    folders = rank_folders(checkpoint) if manifest is None and INDEX_NAME not in checkpoint.files else []
+    with ExitStack() as stack:
+
+        def begin() -> _Reading | None:
+            if depth != "bytes":
+                return None
+            return stack.enter_context(closing(_Reading(checkpoint, options or BytesOptions(), progress)))
+
+        reading = begin() if not folders else None
+        with collector_paused():
+            if manifest is not None:
+                report = _by_manifest(checkpoint, manifest, depth)
+            elif folders:
+                report = _by_ranks(checkpoint, folders, depth, progress)
+                reading = begin()  # only now are the files of the ranks known
+            else:
+                report = _Verification(checkpoint, depth, progress).run()
+        if reading is not None:
+            reading.finish(report)
     report.files.sort(key=lambda file: file.name)
     report.seconds = time.monotonic() - begun
     return report
@@ -275,64 +286,67 @@ def _downloaded_digests(folder: Path) -> dict[str, FileRecord]:
     return digests
 
 
-def _check_bytes(checkpoint: Checkpoint, report: VerifyReport, options: BytesOptions, progress: Progress) -> None:
-    digests, report.digests = known_digests(checkpoint)
-    by_name = {file.name: file for file in report.files}
-    for name in digests:
-        if name not in by_name:
-            by_name[name] = FileReport(name)
-            report.files.append(by_name[name])
-            if name not in checkpoint.files:
-                _fail(report, by_name[name], f"{name} is missing: its digest is on record", "missing")
-    for file in report.files:
-        if file.status == "ok" and file.name not in digests:
-            file.status, file.problem = "unknown", "no digest is known for this file"
-    folder = Path(checkpoint.source.label)
-    book = ProofBook(folder)
-    sizes = {name: checkpoint.files[name] for name in by_name if name in checkpoint.files and name in digests}
-    names = _to_read(sizes, digests, book, options, by_name)
-    task = "verify bytes"
-    progress.started(task, sum(sizes[name] for name in names))
-    for name, proof in hash_files(folder, names, workers=options.workers, task=task, progress=progress):
+class _Reading:
+    """Depth bytes: files are read from the moment this is made, while names and headers are still being looked at."""
+
+    def __init__(self, checkpoint: Checkpoint, options: BytesOptions, progress: Progress) -> None:
+        self.digests, self.origin = known_digests(checkpoint)
+        self.files = checkpoint.files
+        self.options, self.progress = options, progress
+        folder = Path(checkpoint.source.label)
+        self.book = ProofBook(folder)
+        self.sizes = {name: self.files[name] for name in self.digests if name in self.files}
+        self.chosen = self.sizes if options.sample is None else choose_sample(self.sizes, options.sample, self.book)
+        self.proven = {} if options.full else {name: proof for name in self.sizes if (proof := self.earlier(name))}
+        kept = self.proven if options.sample is None else ()
+        self.names = [name for name in self.sizes if name in self.chosen and name not in kept]
+        self.task = "verify bytes"
+        progress.started(self.task, sum(self.sizes[name] for name in self.names))
+        self.readers = Readers(folder, self.names, workers=options.workers, task=self.task, progress=progress)
+
+    def earlier(self, name: str) -> Proof | None:
+        """The proof of an earlier check, where it still holds and is of the digest that is wanted."""
+        proof = self.book.valid(name)
+        return proof if proof is not None and proof.sha256 == self.digests[name].sha256 else None
+
+    def finish(self, report: VerifyReport) -> None:
+        """Put what was read, what was proven earlier and what cannot be proven into the report."""
+        report.digests = self.origin
+        by_name = {file.name: file for file in report.files}
+        for name in self.digests:
+            if name not in by_name:
+                by_name[name] = FileReport(name)
+                report.files.append(by_name[name])
+                if name not in self.files:
+                    _fail(report, by_name[name], f"{name} is missing: its digest is on record", "missing")
+        for file in report.files:
+            if file.status == "ok" and file.name not in self.digests:
+                file.status, file.problem = "unknown", "no digest is known for this file"
+        for name in self.sizes.keys() - set(self.names):
+            if name in self.proven:
+                when = time.localtime(self.proven[name].when)
+                by_name[name].proven = time.strftime("%Y-%m-%dT%H:%M:%S", when)
+            elif by_name[name].status == "ok":
+                by_name[name].status, by_name[name].problem = "unknown", "not in this sample"
+        for name, proof in self.readers:
+            self.add(report, by_name[name], proof)
+        self.progress.finished(self.task)
+
+    def add(self, report: VerifyReport, file: FileReport, proof: Proof | OSError) -> None:
         if isinstance(proof, OSError):
-            _fail(report, by_name[name], f"{name} cannot be read: {proof.strerror or proof}", "corrupt")
-            continue
+            _fail(report, file, f"{file.name} cannot be read: {proof.strerror or proof}", "corrupt")
+            return
         report.bytes_read += proof.size
-        expected = digests[name].sha256
-        if proof.sha256 == expected:
-            book.add(proof)
-            progress.item(f"{name}: {format_bytes(proof.size)} ok")
-        else:
-            _fail(
-                report, by_name[name], f"{name}: sha256 differs (expected {expected}, found {proof.sha256})", "corrupt"
-            )
-            progress.item(f"{name}: WRONG sha256 {proof.sha256}, expected {expected}")
-    progress.finished(task)
+        wanted = self.digests[file.name].sha256
+        if proof.sha256 == wanted:
+            self.book.add(proof)
+            self.progress.item(f"{file.name}: {format_bytes(proof.size)} ok")
+            return
+        _fail(report, file, f"{file.name}: sha256 differs (expected {wanted}, found {proof.sha256})", "corrupt")
+        self.progress.item(f"{file.name}: WRONG sha256 {proof.sha256}, expected {wanted}")
 
-
-def _to_read(
-    sizes: dict[str, int],
-    digests: dict[str, FileRecord],
-    book: ProofBook,
-    options: BytesOptions,
-    by_name: dict[str, FileReport],
-) -> list[str]:
-    """The files to hash now; the others are proven by an earlier check that still holds, or left out of the sample."""
-    if options.sample is not None:
-        chosen = choose_sample(sizes, options.sample, book)
-    else:
-        chosen = list(sizes)
-    reading: list[str] = []
-    for name in sizes:
-        proof = None if options.full else book.valid(name)
-        proven = proof is not None and proof.sha256 == digests[name].sha256
-        if name in chosen and not (proven and options.sample is None):
-            reading.append(name)
-        elif proven and proof is not None:
-            by_name[name].proven = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(proof.when))
-        elif by_name[name].status == "ok":
-            by_name[name].status, by_name[name].problem = "unknown", "not in this sample"
-    return reading
+    def close(self) -> None:
+        self.readers.close()
 
 
 def _fail(report: VerifyReport, file: FileReport, text: str, status: Literal["missing", "corrupt"]) -> None:

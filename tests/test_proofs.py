@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from k3tool.checkpoint.manifest import FileRecord, Manifest
-from k3tool.proofs import PROOFS_NAME, ProofBook, choose_sample, hash_files
+from k3tool.proofs import PROOFS_NAME, ProofBook, Readers, choose_sample
 from k3tool.verify import BytesOptions, verify
 from tests.helpers import copy_checkpoint, k3tool
 
@@ -78,7 +78,7 @@ def test_a_forged_memory_does_not_help_with_full(copy: Path):
 
 def test_interrupted_check_goes_on(copy: Path):
     files = sorted(path.name for path in copy.glob("*.safetensors"))
-    readers = hash_files(copy, files, workers=1, task="x")
+    readers = Readers(copy, files, workers=1, task="x")
     book = ProofBook(copy)
     for _ in range(4):
         _, proof = next(readers)
@@ -116,7 +116,7 @@ def test_choice_prefers_what_was_never_proven(tmp_path: Path):
 
 
 def test_unreadable_file_is_reported(copy: Path):
-    results = dict(hash_files(copy, ["gone", SHARD], workers=2, task="x"))
+    results = dict(Readers(copy, ["gone", SHARD], workers=2, task="x"))
     assert isinstance(results["gone"], FileNotFoundError) and not isinstance(results[SHARD], OSError)
 
 
