@@ -57,21 +57,23 @@ def open_model(
     link.belongs(parallel)
     checkpoint = link.together(own.open)
     warming = start_warming(checkpoint.config, dtype) if unit.type == "cpu" else None
-    prepared = link.together(
-        lambda: prepare_model(
-            checkpoint,
-            device=unit,
-            dtype=dtype,
-            layers=layers,
-            memory_bytes=memory_bytes,
-            room_bytes=chosen.room,
-            layout=own.layout,
-            place=own.place,
+    try:
+        prepared = link.together(
+            lambda: prepare_model(
+                checkpoint,
+                device=unit,
+                dtype=dtype,
+                layers=layers,
+                memory_bytes=memory_bytes,
+                room_bytes=chosen.room,
+                layout=own.layout,
+                place=own.place,
+            )
         )
-    )
-    model = prepared.read(progress, parallel)
-    if warming is not None:
-        warming.join()
+        model = prepared.read(progress, parallel)
+    finally:  # a process that ends while a thread compiles is aborted, whatever its exit code should have been
+        if warming is not None:
+            warming.join()
     link.gather(None)  # until all have loaded
     return model, chosen.backend
 

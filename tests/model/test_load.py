@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -340,6 +342,22 @@ def test_what_is_wrong_is_named(folder, change, kind, message):
     with pytest.raises(kind, match=message) as caught:
         logits(folder)
     assert caught.value.hint
+
+
+def test_a_failed_start_leaves_no_thread_compiling(folder, monkeypatch):
+    release, begun = threading.Event(), []
+
+    def compile_slowly(config, dtype):
+        begun.append(threading.Thread(target=release.wait, args=(30,), daemon=True))
+        begun[0].start()
+        threading.Timer(0.2, release.set).start()
+        return begun[0]
+
+    monkeypatch.setattr("k3tool.model.open.start_warming", compile_slowly)
+    edit_checkpoint(folder, remove(f"{L1}.input_layernorm.weight"))
+    with pytest.raises(CheckpointMissing):
+        Session.open(folder, device="cpu")
+    assert begun and not begun[0].is_alive()
 
 
 def test_layers_beyond_the_model_are_refused(folder):
