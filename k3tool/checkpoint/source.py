@@ -51,7 +51,9 @@ class LocalSource:
         self.label = str(root)
         if not self.root.is_dir():
             kind = "is a file, not a folder" if self.root.exists() else "does not exist"
-            raise CheckpointMissing(f"{root} {kind}", hint="name a checkpoint folder or a repository (org/name)")
+            raise CheckpointMissing(
+                f"{root} {kind}", hint="name a checkpoint folder; k3tool fetch ORG/NAME --local-dir DIR makes one"
+            )
 
     def files(self) -> dict[str, int]:
         with os.scandir(self.root) as entries:

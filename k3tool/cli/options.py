@@ -29,7 +29,7 @@ MemoryOption = Annotated[
 def check_output_file(path: Path) -> None:
     """Raises UsageError where a file cannot be written: known before the work whose result it is to hold."""
     folder = path.absolute().parent
-    if path.is_dir() or not folder.is_dir():
+    if (path.exists() and not path.is_file()) or not folder.is_dir():
         raise UsageError(f"cannot write {path}", hint="name a file in a folder that exists")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise UsageError(f"cannot write {path}: no permission in {folder}", hint="name a file where you may write")

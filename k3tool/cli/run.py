@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import traceback
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -98,7 +98,7 @@ def command(
         with joined(world, voice=_Voice(output, printer)) as link:
             if link.is_first:
                 if logits_out is not None:
-                    check_output_file(logits_out)
+                    _check_result_file(logits_out)
                 config, tokenizer, ids = _prompt(folder, prompt, prompt_file, input_ids, chat, thinking)
                 printer.start(ids, tokenizer, config.eos_token_ids, live=not json and not quiet)
             ids = link.from_first(lambda: printer.input_ids)
@@ -157,7 +157,25 @@ def _check_recording(path: Path | None, gram: bool, ranks: int) -> None:
             "activations are recorded by one process, which sees whole matrices",
             hint="run without torchrun on the whole checkpoint; with --memory SIZE its experts stream from disk",
         )
+    _check_result_file(path)
+
+
+def _check_result_file(path: Path) -> None:
+    """Raises UsageError for what cannot be written, and for a file that no run wrote: a shard must not be lost so."""
+    from k3tool.activations import SQUARES
+    from k3tool.checkpoint.header import header_length, parse_header
+
     check_output_file(path)
+    names: list[str] = []
+    with suppress(K3Error, OSError), open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        header = parse_header(
+            file.read(header_length(file.read(8), size, where=str(path))), file_size=size, where=str(path)
+        )
+        names = [spec.name for spec in header.tensors]
+    is_result = "logits" in names or any(name.endswith(SQUARES) for name in names)
+    if not is_result and path.exists() and path.stat().st_size:
+        raise UsageError(f"{path} exists, and no run wrote it", hint="name another file: only results are replaced")
 
 
 def _recorder(session: Session, path: Path | None, gram: bool) -> Recorder | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -217,6 +219,27 @@ def test_refusals(mini: Path, capsys, monkeypatch, options: tuple[str, ...], cod
     assert ran.err.splitlines()[1].startswith("hint: ")
     failure = k3tool(capsys, "run", mini, *options, "--json")
     assert failure.code == code and failure.json["error"]["code"] == code and failure.json["ok"] is False
+
+
+def test_a_folder_that_is_not_there_is_fetched_first(capsys):
+    ran = k3tool(capsys, "run", "moonshotai/Kimi-K3", "--input-ids", "1")
+    assert ran.code == 10 and "does not exist" in ran.err and "k3tool fetch" in ran.err.splitlines()[1]
+
+
+@pytest.mark.parametrize("option", ["--logits-out", "--save-activations"])
+def test_results_replace_results_only(mini: Path, tmp_path: Path, capsys, option: str):
+    folder = shutil.copytree(mini, tmp_path / "model")
+    prompt = ("--input-ids", "1,2", "--max-new-tokens", "1")
+    for name in ("model-00001-of-000011.safetensors", "config.json"):
+        before = (folder / name).read_bytes()
+        ran = k3tool(capsys, "run", folder, *prompt, option, folder / name)
+        assert ran.code == 2 and f"{name} exists, and no run wrote it" in ran.err
+        assert (folder / name).read_bytes() == before
+    os.mkfifo(tmp_path / "pipe")
+    assert k3tool(capsys, "run", folder, *prompt, option, tmp_path / "pipe").code == 2
+    (tmp_path / "result").touch()  # an empty file holds nothing
+    for _ in range(2):
+        assert k3tool(capsys, "run", folder, *prompt, option, tmp_path / "result").code == 0
 
 
 def test_no_tokenizer_says_how_to_pass_ids(mini: Path, capsys):
