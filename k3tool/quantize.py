@@ -355,7 +355,7 @@ def _rows(report: Report, earlier: list[Row]) -> list[Row]:
     """What this run measured, and what an earlier one did for files that were kept."""
     rows = quantize_report.rows_of(quantize_report.compact_rows(report.notes))
     known = {row.path for row in rows}
-    return rows + [row for row in earlier if row.path not in known]
+    return sorted(rows + [row for row in earlier if row.path not in known], key=lambda row: row.path)
 
 
 def read_back(folder: Path, files: Mapping[str, FileRecord]) -> None:

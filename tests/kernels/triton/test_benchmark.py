@@ -107,7 +107,8 @@ def test_other_implementations(bench):
         found = bench.answer({"do": "other", "name": "MLA prefill, torch attention"})
         assert found["error"] < 1e-2 and "ours" in found["text"]
         found = bench.answer({"do": "other", "name": "KDA prefill, fla-core"})
-    assert "not installed" in found["text"] or "problem" in found or "ours" in found["text"]
+    text = found.get("text", "")
+    assert found.get("problem") or "not installed" in text or "ours" in text  # the interpreter cannot run fla's kernels
 
 
 STUB = """
