@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -91,13 +91,21 @@ class VerifyReport:
         first = named[0]
         more = f" (and {len(self.problems) - 1} more problems)" if len(self.problems) > 1 else ""
         names = sorted({file.name for file in self.files if file.status in ("corrupt", "missing")})
-        include = "".join(f" --include '{name}'" for name in names[:3])
         hint = self.remedy or (
-            f"k3tool fetch REPO{include} --local-dir {self.source} fetches only what is wrong"
+            f"k3tool {self._fetch(names)} fetches only what is wrong"
             if names
             else ("compare config.json, index and shards with their publisher's")
         )
         return kind(first + more, hint=hint).with_document(self.as_json())
+
+    def _fetch(self, names: list[str]) -> str:
+        """The command that brings these files again, as it was given where a manifest remembers it."""
+        with suppress(K3Error):
+            manifest = load_manifest(Path(self.source))
+            if manifest is not None and manifest.command.startswith("fetch "):
+                return f"{manifest.command} --local-dir {self.source}"
+        include = "".join(f" --include '{name}'" for name in names) if len(names) <= 3 else ""
+        return f"fetch REPO{include} --local-dir {self.source}"
 
 
 @dataclass(frozen=True)

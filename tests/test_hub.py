@@ -325,6 +325,14 @@ def test_progress_forgives_but_a_few_bytes_do_not(clock: FakeClock):
     assert retry.failures == 0
 
 
+def test_failures_in_a_row_are_told_as_they_double(clock: FakeClock):
+    told: list[str] = []
+    retry = Retry(RetryPolicy(), clock, job_began=-7200.0, tell=told.append)
+    for _ in range(8):
+        retry.failed(Transient("no answer"), "file list of org/name")
+    assert len(told) == 2 and told[0].startswith("file list of org/name: no answer, 4 times in a row; trying for ")
+
+
 def test_a_limited_failure_ends_early(clock: FakeClock):
     retry = Retry(RetryPolicy(), clock, job_began=0.0)
     retry.failed(Transient("odd", limit=3), "x")

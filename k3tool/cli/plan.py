@@ -78,7 +78,7 @@ def command(
             essential=f"{layout} {'fits' if plan.fits else 'does not fit'}",
             human=lambda console: _show(console, plan, origin),
         )
-        if not Path(source).is_file():
+        if plan.fits and not Path(source).is_file():
             where = release.repo() if origin == BUILT_IN else source
             factors = f"--gpus {layout.ranks} --tp {layout.tp} --ep {layout.ep} --pp {layout.pp}"
             output.note(f"cut it so: k3tool reshard {where} DEST {factors}")

@@ -129,6 +129,9 @@ def command(
             for warning in job.warnings:
                 output.progress.warn(warning)
             if dry_run:
+                _refuse(
+                    {"--report": report}, "--dry-run", "the page shows what a conversion did; leave out one of them"
+                )
                 document = job.as_json()
                 output.result(document, essential=document["plan"], human=lambda c: _show_plan(c, document))
                 return

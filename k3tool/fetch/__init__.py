@@ -134,7 +134,7 @@ def fetch(
     digest differs twice), CheckpointMissing, CheckpointCorrupt, CapacityError, RemoteError.
     """
     request = _Request(repo, Path(local_dir), tuple(include), tuple(exclude), layers, text_only, verify, overwrite)
-    source = HubSource(repo, revision, endpoint=endpoint, token=token, policy=policy, clock=clock)
+    source = HubSource(repo, revision, endpoint=endpoint, token=token, policy=policy, clock=clock, tell=progress.warn)
     try:
         workers = _workers(max_workers or DEFAULT_WORKERS, max_memory)
         return _Fetch(request, source, workers, tuple(map(Path, reuse)), progress).run(dry_run)

@@ -9,6 +9,7 @@ Reads are retried (see `retry`), exact, and bounded in memory; `open` gives the 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from k3tool.errors import CheckpointMissing
@@ -46,6 +47,7 @@ class HubSource:
         token: str | bool | None = None,
         policy: RetryPolicy | None = None,
         clock: Clock | None = None,
+        tell: Callable[[str], object] = lambda _: None,
     ) -> None:
         self.repo = repo
         self.revision = revision
@@ -53,6 +55,7 @@ class HubSource:
         self.endpoint = endpoint_of(endpoint)
         self.policy = policy or RetryPolicy()
         self.clock: Clock = clock or SystemClock()
+        self.tell = tell
         self.connections = Connections(self.policy.stall_s)
         self.began = self.clock.now()
         self._token = token
@@ -130,7 +133,7 @@ class HubSource:
         return self._small.get(name)
 
     def retry(self) -> Retry:
-        return Retry(self.policy, self.clock, self.began)
+        return Retry(self.policy, self.clock, self.began, tell=self.tell)
 
     def open(self, name: str, start: int, stop: int, *, skip_limit: int = SKIP_LIMIT) -> Body:
         """One attempt at bytes [start, stop), start < stop. Raises Transient, RemoteError, CheckpointCorrupt."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,6 +17,7 @@ from k3tool.errors import RemoteError
 from k3tool.units import format_duration
 
 PROGRESS_BYTES = 1 << 14
+TELL_FROM = 4  # failures in a row: the first are common and soon over; then each time they have doubled
 RESUME_HINT = "run the same command again: it goes on from what is on disk"
 
 
@@ -98,6 +100,7 @@ class Retry:
     job_began: float
     failures: int = 0
     failing_since: float = 0.0
+    tell: Callable[[str], object] = lambda _: None
     _progress: int = 0
     _random: random.Random = field(default_factory=random.Random)
 
@@ -129,6 +132,9 @@ class Retry:
                 hint=error.hint or RESUME_HINT,
                 attempts=self.failures,
             )
+        if self.failures >= TELL_FROM and self.failures & (self.failures - 1) == 0:
+            left = format_duration(max(pause, patience - failing_s))
+            self.tell(f"{what}: {error.reason}, {self.failures} times in a row; trying for {left} more")
         if self.clock.sleep(pause):
             raise Stopped
 

@@ -272,7 +272,7 @@ class Splitter:
         raise UnsupportedError(
             f"TP {tp} cannot divide {name.module_path}: its quantization states ({name.part}) cover blocks that run "
             "across rows and cannot be split",
-            hint="use --tp 1 with EP or PP, or reshard first and quantize each rank",
+            hint="use --tp 1 with EP or PP, or a scheme whose scales can be divided",
         )
 
     def _decay_cut(self, name: TensorName, rule: Rule, kind: Kind, tp: int) -> Cut:

@@ -45,7 +45,7 @@ def test_what_people_see(capsys):
     )
     assert ran.err == "cut it so: k3tool reshard moonshotai/Kimi-K3 DEST --gpus 16 --tp 8 --ep 2 --pp 1\n"
     small = k3tool(capsys, "plan", "k3", "--gpus", 8, "--gpu-memory", "h200")
-    assert small.code == 0 and "DOES NOT FIT" in small.out and "TP8 x EP2 x PP1" in small.out
+    assert small.code == 0 and small.err == "" and "DOES NOT FIT" in small.out and "TP8 x EP2 x PP1" in small.out
     quiet = k3tool(capsys, "plan", "k3", "--gpus", 8, "--gpu-memory", "h200", "-q")
     assert quiet.out == "TP8 x EP1 x PP1 does not fit\n" and quiet.err == ""
     assert k3tool(capsys, "plan", "k3", "--gpu-memory", "h200", "-q").out == "TP8 x EP2 x PP1 fits\n"

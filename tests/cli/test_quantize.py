@@ -54,6 +54,12 @@ def test_people_see_a_table_and_who_can_read_it(mini: Path, tmp_path: Path, caps
     assert quiet.out.strip() == str(tmp_path / "q") and quiet.err == ""
 
 
+def test_a_report_of_nothing_is_refused(mini: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "r.html"
+    ran = k3tool(capsys, "quantize", mini, tmp_path / "q", "--experts", "nvfp4", "--dry-run", "--report", page)
+    assert ran.code == 2 and "--report does not go with --dry-run" in ran.err and not page.exists()
+
+
 def test_a_dry_run_writes_nothing(mini: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ran = k3tool(capsys, "quantize", mini, tmp_path / "q", "--experts", "nvfp4", "--dry-run", "--json")
     document = ran.json

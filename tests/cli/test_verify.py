@@ -99,6 +99,21 @@ def test_damage(copy: Path, capsys, kind):
         assert human.code == code and "error: " in human.err and "hint: " in human.err
 
 
+def test_the_remedy_brings_everything_that_is_wrong(copy: Path, mini: Path, tmp_path: Path, capsys):
+    bare = copy_checkpoint(mini, tmp_path / "bare")
+    shards = sorted(path.name for path in bare.glob("*.safetensors"))
+    (bare / shards[0]).unlink()
+    ran = k3tool(capsys, "verify", bare)
+    assert f"k3tool fetch REPO --include '{shards[0]}' --local-dir {bare} fetches only" in ran.err
+    for name in shards[1:6]:
+        (bare / name).unlink()
+    assert f"k3tool fetch REPO --local-dir {bare} fetches only what is wrong" in k3tool(capsys, "verify", bare).err
+    Manifest("fetch org/name --text-only", "org/name").write(copy)  # as it was fetched
+    (copy / SHARD).unlink()
+    ran = k3tool(capsys, "verify", copy)
+    assert f"k3tool fetch org/name --text-only --local-dir {copy} fetches only what is wrong" in ran.err
+
+
 def test_both_digests_are_named(copy: Path, capsys):
     before = hashlib.sha256((copy / SHARD).read_bytes()).hexdigest()
     _flip(copy / SHARD, -5)
