@@ -14,21 +14,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from k3tool import release
 from k3tool.checkpoint.header import TensorSpec
 from k3tool.checkpoint.index import INDEX_NAME
 from k3tool.checkpoint.manifest import FileRecord, Manifest, load_manifest
 from k3tool.checkpoint.reader import CONFIG_NAME, Checkpoint
 from k3tool.checkpoint.source import LocalSource
-from k3tool.conform import conform
 from k3tool.errors import CheckpointCorrupt, CheckpointMissing, K3Error
 from k3tool.events import SILENT, Progress
 from k3tool.garbage import collector_paused
 from k3tool.proofs import Proof, ProofBook, Readers, choose_sample
-from k3tool.transform.expected import expected
-from k3tool.transform.reshard import LAYOUT_NAME
 from k3tool.units import format_bytes
-from k3tool.verify_ranks import check_rank_folders, joined_problem, rank_folders
 
 Depth = Literal["names", "headers", "bytes"]
 DEPTHS: tuple[Depth, ...] = ("names", "headers", "bytes")
@@ -133,7 +128,11 @@ def verify(
     begun = time.monotonic()
     checkpoint = Checkpoint(LocalSource(folder))
     manifest = None if CONFIG_NAME in checkpoint.files else load_manifest(Path(folder))
-    folders = rank_folders(checkpoint) if manifest is None and INDEX_NAME not in checkpoint.files else []
+    folders: list[str] = []
+    if manifest is None and INDEX_NAME not in checkpoint.files:
+        from k3tool.verify_ranks import rank_folders
+
+        folders = rank_folders(checkpoint)
     with ExitStack() as stack:
 
         def begin() -> _Reading | None:
@@ -173,6 +172,9 @@ def _by_manifest(checkpoint: Checkpoint, manifest: Manifest, depth: Depth) -> Ve
 
 def _by_ranks(checkpoint: Checkpoint, folders: list[str], depth: Depth, progress: Progress) -> VerifyReport:
     """Every rank's names and headers; then whether the ranks join to what the configuration implies."""
+    from k3tool.transform.reshard import LAYOUT_NAME
+    from k3tool.verify_ranks import check_rank_folders, joined_problem
+
     written = load_manifest(Path(checkpoint.source.label))
     remedy = f"write it again: k3tool {written.command}" if written else "write the ranks again: k3tool reshard"
     report = VerifyReport(checkpoint.source.label, depth, remedy=remedy)
@@ -226,6 +228,9 @@ class _Verification:
         if self.depth != "names":
             self.read_headers(found)
             whole = whole and None not in found.values()
+        from k3tool.conform import conform  # at depth bytes, files are already being read while these are imported
+        from k3tool.transform.expected import expected
+
         local, implied = expected(config)
         self.compare(conform(local, implied, found))
         size = sum(spec.nbytes for spec in found.values() if spec is not None)
@@ -276,6 +281,8 @@ def known_digests(checkpoint: Checkpoint) -> tuple[dict[str, FileRecord], str]:
     manifest = load_manifest(folder)
     if manifest is not None:
         return dict(manifest.files), f"the manifest of k3tool {manifest.command}"
+    from k3tool import release
+
     recorded = _downloaded_digests(folder)
     if release.same_architecture(checkpoint.config) and set(release.shards()) == set(checkpoint.shards):
         others = {name: r for name, r in release.other_files().items() if name in checkpoint.files}
