@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -313,14 +314,15 @@ def test_a_wrong_file_makes_room_for_the_right_one(
 def test_a_disk_that_fills_up(
     hub: StandIn, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ):
-    write, room = os.pwrite, [500_000]
+    write, room, one_at_a_time = os.pwrite, [500_000], threading.Lock()
 
     def limited(descriptor: int, data: memoryview, offset: int) -> int:
-        if not room[0]:
-            raise OSError(code, os.strerror(code))
-        written = write(descriptor, data[: room[0]], offset)
-        room[0] -= written
-        return written
+        with one_at_a_time:
+            if not room[0]:
+                raise OSError(code, os.strerror(code))
+            written = write(descriptor, data[: room[0]], offset)
+            room[0] -= written
+            return written
 
     with monkeypatch.context() as patch:
         patch.setattr("os.pwrite", limited)
