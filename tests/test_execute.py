@@ -673,11 +673,15 @@ def test_an_interrupt_leaves_whole_files_and_resumes(source, unbroken, tmp_path)
     dest = tmp_path / "out"
 
     class Interrupt:
+        sent = False
+
         def __getattr__(self, _):
             return lambda *_: None
 
         def item(self, _):
-            _thread.interrupt_main()  # as Ctrl-C does: the main thread gets it while it waits for the workers
+            if not Interrupt.sent:  # a second one would not wait for the workers to clean up
+                Interrupt.sent = True
+                _thread.interrupt_main()  # as Ctrl-C does: the main thread gets it while it waits for the workers
 
     with pytest.raises(KeyboardInterrupt):
         reshard(source, dest, TP2, options=Options(max_workers=2, progress=Interrupt()))

@@ -232,7 +232,7 @@ def test_states_that_run_across_rows_are_refused_under_tp_but_not_under_ep():
     files = stored(document, {".w1": parts, ".w2": parts, ".w3": parts})
     with pytest.raises(UnsupportedError, match=r"quantization states \(weight[\w.]*\) cover blocks that run") as caught:
         prepare(cases.as_source(files), Request(tp=2))
-    assert caught.value.exit_code == 14 and "reshard first" in caught.value.hint
+    assert caught.value.exit_code == 14 and "scales can be divided" in caught.value.hint
     round_trip(files, Layout(1, 2, 2))
 
 
