@@ -88,14 +88,14 @@ def test_fifty_kills_at_random_moments(larger: Path, tmp_path: Path):
     moments = random.Random(seed)
     workers, kills, gained = 4, 0, 0
     target = tmp_path / "out"
-    with serve(larger, REPO, rate=1.1e6) as hub, runner(hub, target, workers) as run:
+    with serve(larger, REPO, rate=2.2e6) as hub, runner(hub, target, workers) as run:
         for _ in range(50):
             sent = hub.bytes_sent
             child = run.start()
             if moments.random() < 0.3:  # anywhere from the first line on
                 time.sleep(moments.uniform(0.0, 0.2))
             else:  # while bytes flow
-                wait_until_sent(hub, sent + moments.randrange(1_000_000))
+                wait_until_sent(hub, sent + moments.randrange(1_600_000))
             os.kill(child, signal.SIGKILL)
             code, _ = run.wait()
             assert code == -signal.SIGKILL, f"ended with {code} before it was killed (seed {seed})"
@@ -108,7 +108,7 @@ def test_fifty_kills_at_random_moments(larger: Path, tmp_path: Path):
         gained = size_of(larger) - (hub.bytes_sent - before)
     assert contents(target) == contents(larger), f"seed {seed}"
     assert hub.bytes_sent - size_of(larger) <= kills * workers * MIB, f"seed {seed}"
-    assert gained > 1e6  # the killed runs did move it forward
+    assert gained > 5e6  # the killed runs did move it forward
     assert memory < 200e6
 
 
