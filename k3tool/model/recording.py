@@ -225,7 +225,7 @@ class Recorder:
 
     def write(self, path: Path) -> None:
         """Everything seen so far, as one file, whole or not at all. Raises CapacityError."""
-        found = {*self._by_weight.values(), *self._latents.values(), *self._hidden.values()}
+        found = dict.fromkeys((*self._by_weight.values(), *self._latents.values(), *self._hidden.values()))
         for moments in found:
             if moments.rows != moments.visits * self.tokens:
                 raise RuntimeError(f"{moments.modules[0]}: {moments.rows} rows seen, {self.tokens} tokens fed")

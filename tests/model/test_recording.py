@@ -150,7 +150,7 @@ def test_a_step_that_nobody_saw_is_noticed(mini: Path, tmp_path: Path) -> None:
     with recorder.watching():
         session.prefill(IDS)
     session.decode(3)
-    with pytest.raises(RuntimeError, match=rf"\d+ rows seen, {len(IDS) + 1} tokens fed"):
+    with pytest.raises(RuntimeError, match=f"{len(IDS)} rows seen, {len(IDS) + 1} tokens fed"):
         recorder.write(tmp_path / "a.safetensors")
     assert list(tmp_path.iterdir()) == []
 
