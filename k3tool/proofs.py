@@ -162,8 +162,8 @@ def _read(folder: Path, name: str, task: str, progress: Progress, stop: threadin
 
 
 def _is_cached(descriptor: int, size: int) -> bool:
-    """Whether the system holds a part of the file in memory, asked at three places without reading it in (its header
-    was read a moment ago). Where that cannot be asked, True: what others may be using is left alone."""
+    """Whether the system holds a part of the file in memory, asked at three places without waiting for it to be read
+    (its header was read a moment ago). Where that cannot be asked, True: what others may be using is left alone."""
     flag = getattr(os, "RWF_NOWAIT", None)
     if flag is None:
         return True

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
+import mmap
 import os
+import threading
 from pathlib import Path
 
+import numpy
 import pytest
 
 from k3tool.checkpoint.manifest import FileRecord, Manifest
+from k3tool.errors import CheckpointCorrupt
 from k3tool.proofs import PROOFS_NAME, ProofBook, Readers, choose_sample
 from k3tool.verify import BytesOptions, verify
 from tests.helpers import copy_checkpoint, k3tool
@@ -118,6 +123,43 @@ def test_choice_prefers_what_was_never_proven(tmp_path: Path):
 def test_unreadable_file_is_reported(copy: Path):
     results = dict(Readers(copy, ["gone", SHARD], workers=2, task="x"))
     assert isinstance(results["gone"], FileNotFoundError) and not isinstance(results[SHARD], OSError)
+
+
+def _cached(path: Path) -> float:
+    """The share of a file's pages that are in memory, asked in a way that brings none in."""
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        pages = numpy.frombuffer(mapped, numpy.uint8)
+        held = numpy.zeros(-(-pages.size // mmap.PAGESIZE), numpy.uint8)
+        asked = ctypes.CDLL(None).mincore(
+            ctypes.c_void_p(pages.ctypes.data), ctypes.c_size_t(pages.size), ctypes.c_void_p(held.ctypes.data)
+        )
+        del pages
+        assert asked == 0
+        return float((held & 1).mean())
+
+
+@pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="this system does not say what it holds in memory")
+@pytest.mark.parametrize("cold", [True, False])
+def test_the_cache_is_left_as_it_was_found(tmp_path: Path, cold: bool):
+    path = tmp_path / "shard"
+    content = os.urandom(40 << 20)
+    path.write_bytes(content)
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        if cold:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if cold and _cached(path) > 0.1:
+        pytest.skip("this file system keeps files in memory as it likes")
+    ((_, proof),) = Readers(tmp_path, ["shard"], workers=1, task="x")
+    assert not isinstance(proof, OSError) and proof.sha256 == hashlib.sha256(content).hexdigest()
+    assert _cached(path) < 0.3 if cold else _cached(path) > 0.9
+
+
+def test_a_broken_index_stops_the_readers(copy: Path):
+    (copy / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(CheckpointCorrupt):
+        verify(copy, depth="bytes", options=BytesOptions(full=True))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("verify")]
 
 
 @pytest.mark.parametrize("arguments", [["--sample", "0%"], ["--sample", "200%"], ["--sample", "x"], ["--full"]])

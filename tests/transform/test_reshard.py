@@ -117,3 +117,17 @@ def test_illegal_layouts_are_refused_with_the_reason(document, tp, ep, pp):
     assert caught.value.details["reasons"] and caught.value.details["nearest"]
     for near in caught.value.details["nearest"]:  # type: ignore[attr-defined]
         prepare(files, Request(tp=near["tp"], ep=near["ep"], pp=near["pp"]))
+
+
+def test_tp_neighbours_come_in_files_that_several_workers_find_work_in(monkeypatch):
+    """Files of TP neighbours are one batch, which one worker writes: there must be more of them than workers."""
+    files = cases.write(
+        tiny_config(num_layers=4, kda_heads=4, mla_heads=4, num_experts=12, moe_intermediate_size=64, vision=False), 1
+    )
+
+    def batches() -> int:
+        return len(prepare(cases.as_source(files), Request(tp=2)).plan.batches())
+
+    assert batches() == 1  # small files for their own sake are no gain
+    monkeypatch.setattr("k3tool.transform.regroup.LEAST_SHARED_BYTES", 1)
+    assert 12 <= batches() <= 32
