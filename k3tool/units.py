@@ -17,6 +17,8 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 def parse_size(text: str) -> int:
     """`5GB`, `5GiB`, `512MiB` or a number of bytes, as bytes. Raises UsageError."""
+    if text.strip().startswith("-"):
+        raise UsageError(f"a size is positive: {text!r}", hint="write 5GB, 5GiB, 512MiB or a number of bytes")
     match = _SIZE.fullmatch(text)
     factor = _FACTORS.get(match.group(2).lower()) if match else None
     if match is None or factor is None:
@@ -33,7 +35,9 @@ def parse_ranges(text: str, *, what: str, limit: int | None = None) -> tuple[int
         if first > last:
             raise UsageError(f"not a list of {what}: {text!r}", hint="write it as 0-3,7")
         if limit is not None and last >= limit:
-            raise UsageError(f"{what} {last} does not exist", hint=f"{what} are numbered from 0 to {limit - 1}")
+            raise UsageError(
+                f"{what.removesuffix('s')} {last} does not exist", hint=f"{what} are numbered from 0 to {limit - 1}"
+            )
         values.update(range(first, last + 1))
     return tuple(sorted(values))
 
@@ -60,6 +64,11 @@ def format_count(count: float) -> str:
             return f"{count:.0f}" if not unit else f"{count:.3g}{unit}"
         count /= 1000
     return f"{count:.3g}T"
+
+
+def plural(number: int, noun: str, nouns: str = "") -> str:
+    """`1 GPU`, `2 GPUs`, `1,500 sequences`. nouns: where it is more than an `s`."""
+    return f"{number:,} {noun if number == 1 else nouns or f'{noun}s'}"
 
 
 def format_duration(seconds: float) -> str:

@@ -121,7 +121,7 @@ def command(
             request = Request(
                 1 if one else gpus, tp, ep, pp,
                 layout or ("hf" if one else "ranks"),
-                parse_ranges(rank, what="rank") if rank is not None else None,
+                parse_ranges(rank, what="ranks") if rank is not None else None,
                 parse_size(max_shard_size) if max_shard_size else default_shard_bytes(opened),
             )  # fmt: skip
             job = prepare(opened, policy, request=request, scales=scales, exact=exact, activations=activations,

@@ -63,7 +63,7 @@ def command(
     with Output("reshard", json=json, quiet=quiet) as output, opened_source(source) as opened:
         request = Request(
             gpus, tp, ep, pp, layout,
-            parse_ranges(rank, what="rank") if rank is not None else None,
+            parse_ranges(rank, what="ranks") if rank is not None else None,
             parse_size(max_shard_size),
         )  # fmt: skip
         share = None if finalize else part_of(part, os.environ)

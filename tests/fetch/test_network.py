@@ -95,7 +95,9 @@ def test_a_trickle_is_a_stall(hub: StandIn, checkpoint: Path, tmp_path: Path, qu
 def test_a_server_that_only_stalls(hub: StandIn, tmp_path: Path, clock: FakeClock):
     hub.faults.add(Fault("stall", match=SHARD, after=0, times=None))
     policy = RetryPolicy(stall_s=0.05, patience_s=2.0)
-    with pytest.raises(RemoteError, match=r"(no progress|no answer from 127\.0\.0\.1:\d+) for 0\.05 s, after \d+ attempts"):
+    with pytest.raises(
+        RemoteError, match=r"(no progress|no answer from 127\.0\.0\.1:\d+) for 0\.05 s, after \d+ attempts"
+    ):
         fetch(REPO, tmp_path / "out", policy=policy, clock=clock)
 
 

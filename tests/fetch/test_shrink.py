@@ -169,7 +169,7 @@ def test_other_files_follow_include_and_exclude(hub: StandIn, checkpoint: Path, 
 
 
 def test_what_cannot_be(hub: StandIn, tmp_path: Path):
-    with pytest.raises(UsageError, match="layers 8 does not exist") as refusal:
+    with pytest.raises(UsageError, match="layer 8 does not exist") as refusal:
         fetch(REPO, tmp_path / "out", layers="0,8")
     assert refusal.value.hint == "layers are numbered from 0 to 7"
     with pytest.raises(UsageError, match="not a list of layers"):
