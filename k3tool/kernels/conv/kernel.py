@@ -48,15 +48,16 @@ def causal_conv_kernel(
 @triton.jit
 def _renew_history(x, held, x_stride_t, length, channels, known, TAPS: tl.constexpr):
     """history = last TAPS - 1 rows of history followed by x. No row is written before a thread may still read it."""
+    rows = tl.where(known, length, 0)  # of every channel: Triton 3.9 interprets no mask of a scalar and a block
     for tap in tl.static_range(TAPS - 1):
-        at = length - (TAPS - 1) + tap  # of x; rows before x lie in the history
+        at = rows - (TAPS - 1) + tap  # of x; rows before x lie in the history
         tl.debug_barrier()
         new = tl.load(x + at * x_stride_t, known & (at >= 0), 0.0)
         old = tl.load(held + (at + TAPS - 1) * channels, known & (at < 0), 0.0)
         # Row `tap` takes row `tap + length` or later, so rows still to be read lie behind it.
         value = tl.where(at >= 0, new.to(tl.float32), old.to(tl.float32))
         tl.debug_barrier()
-        tl.store(held + tap * channels, cast(value, held.dtype.element_ty), known & (length > 0))
+        tl.store(held + tap * channels, cast(value, held.dtype.element_ty), rows > 0)
 
 
 def causal_conv(x: Tensor, weight: Tensor, history: Tensor) -> Tensor:
