@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -155,6 +157,21 @@ def test_views_and_allocations_are_no_work() -> None:
         x.view(2, 2, 6).unflatten(-1, (2, 3)).flatten(0, 1).unbind(0)
         x.to(torch.float32).t()
     assert recorder.problem == ""
+
+
+def test_recording_imports_no_compiler_stack(folders: dict[str, Path]) -> None:
+    """torch._dynamo takes more than a second and 140 MB; a run has no use for it."""
+    script = """
+import sys
+from k3tool.generate import Session
+session = Session.open(sys.argv[1], device="cpu")
+tokens = list(session.generate([1, 2, 3], 4, stop_at_end=False))
+assert len(tokens) == 4 and session.cache.recorded.tape is not None
+print(*(name for name in sys.modules if name in ("torch._dynamo", "torch._inductor", "sympy")))
+"""
+    ran = subprocess.run([sys.executable, "-c", script, folders["released"]], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip() == ""
 
 
 def test_working_memory_of_a_recording_is_its_own() -> None:

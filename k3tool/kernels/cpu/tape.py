@@ -52,7 +52,28 @@ def aside() -> Iterator[None]:
         recorder.is_aside = before
 
 
-class Recorder(TorchDispatchMode):
+class _Watch:
+    """What a recorder does with each operation of torch.
+
+    A class of its own: torch wraps a `__torch_dispatch__` that a mode itself defines so that its first call imports
+    the whole compiler stack of torch, which takes more than a second and 140 MB.
+    """
+
+    kept: list[Any]
+    is_aside: bool
+    problem: str
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.kept.append(result)
+        if self.is_aside or self.problem:
+            return result
+        if func._schema.is_mutable or not (_is_allocation(func) or _is_view(result, args)):
+            self.problem = f"{func} computes outside of compiled jobs"
+        return result
+
+
+class Recorder(_Watch, TorchDispatchMode):
     """Writes down the jobs that run while it is open. `problem` names the first thing that cannot be replayed."""
 
     def __init__(self) -> None:
@@ -84,15 +105,6 @@ class Recorder(TorchDispatchMode):
             held = self._scratch[id(owner), name] = torch.empty(size, dtype=torch.uint8)
             self.kept.append(owner)
         return held
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.kept.append(result)
-        if self.is_aside or self.problem:
-            return result
-        if func._schema.is_mutable or not (_is_allocation(func) or _is_view(result, args)):
-            self.problem = f"{func} computes outside of compiled jobs"
-        return result
 
 
 def _is_allocation(func: Any) -> bool:
