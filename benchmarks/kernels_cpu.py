@@ -59,7 +59,7 @@ def compare(found: Tensor, wanted: Tensor, name: str) -> None:
 def both(name: str, unit: str, amount: float, floor: float, work: Callable[[], Tensor], seconds: float) -> Line:
     """Check, then measure the compiled and the torch twin."""
     found = work()
-    with use("torch"):
+    with use("reference"):
         compare(found, work(), name)
         slow = best(work, seconds)
     return Line(name, unit, amount / best(work, seconds) / GB, amount / slow / GB, floor / GB)

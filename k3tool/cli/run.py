@@ -49,7 +49,7 @@ def command(
     ] = 0.0,
     top_p: Annotated[float, typer.Option("--top-p", metavar="P", help="Sample from the likeliest tokens only.")] = 1.0,
     seed: Annotated[int | None, typer.Option("--seed", metavar="N", min=0, max=2**63 - 1)] = None,
-    backend: Annotated[str, typer.Option("--backend", metavar="auto|triton|reference")] = "auto",
+    backend: Annotated[str, typer.Option("--backend", metavar="auto|triton|cpu|reference", help="triton: a GPU. cpu: compiled for this processor. reference: plain torch, slow.")] = "auto",
     device: Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda")] = "auto",
     dtype: Annotated[str, typer.Option("--dtype", metavar="bfloat16|float32", help="Of activations.")] = "bfloat16",
     layers: Annotated[int | None, typer.Option("--layers", metavar="N", help="Run the first N layers only.")] = None,
@@ -344,13 +344,13 @@ def _check_failed(failed: list[KernelCheck], count: int) -> CheckFailed:
     return CheckFailed(
         f"{len(failed)} of {count} kernel checks failed; worst is {worst.kernel} {where}: relative RMS error "
         f"{worst.rms_error:.2g}, largest {worst.max_error:.2g}",
-        hint="run with --backend reference and K3TOOL_MATMUL=torch, and report the kernel with this machine's processor",
+        hint="run with --backend reference, and report the kernel with this machine's processor",
     )
 
 
 def _check_note(checks: list[KernelCheck]) -> str:
     if not checks:
-        return "no kernel here has a twin beside its reference, so there was nothing to compare"
+        return "what runs here is the reference: nothing was compared"
     worst = max(checks, key=lambda item: item.rms_error)
     kernels = ", ".join(dict.fromkeys(item.kernel for item in checks))
     return f"{len(checks)} kernel checks passed ({kernels}); largest relative RMS error {worst.rms_error:.2g} ({worst.kernel})"

@@ -1,7 +1,7 @@
 """Which twin of a kernel runs: decided from what was asked, the device, and what this version and machine hold.
 
-A kernel folder holds `reference.py` (torch, any device) and may hold `kernel.py` (Triton) and `cpu.py` (compiled for
-this processor: how the reference backend runs where there is no GPU). Twins share names and signatures. A backend is
+A kernel folder holds `reference.py` (plain torch, any device) and may hold `kernel.py` (Triton) and `cpu.py` (compiled
+for this processor): the backends `reference`, `triton` and `cpu`. Twins share names and signatures. A backend is
 chosen once for a run, with its reason, and holds while its `use` block is open; kernels ask `twin` for the function to
 call. A backend that is asked for and cannot run is refused, never replaced; a function for which it has no twin of
 its own runs as reference.
@@ -28,7 +28,7 @@ from k3tool.kernels import cpu as compiled
 
 log = logging.getLogger(__name__)
 
-BACKENDS = ("auto", "triton", "reference")
+BACKENDS = ("auto", "triton", "cpu", "reference")
 KERNELS = ("attn_res", "conv", "elementwise", "kda", "linear", "mla", "moe", "mxfp4", "norm", "router")
 
 _active: ContextVar[str] = ContextVar("k3tool_backend", default="auto")
@@ -36,7 +36,7 @@ _active: ContextVar[str] = ContextVar("k3tool_backend", default="auto")
 
 @contextmanager
 def use(name: str) -> Iterator[None]:
-    """Kernels called inside (in this thread or task) run on this backend; "torch" allows the torch twins only."""
+    """Kernels called inside (in this thread or task) run on this backend; on the best one until then."""
     token = _active.set(name)
     try:
         yield
@@ -48,7 +48,7 @@ def use(name: str) -> Iterator[None]:
 class Backend:
     """`name` is what runs; `reason` says in one line why."""
 
-    name: Literal["reference", "triton"]
+    name: Literal["triton", "cpu", "reference"]
     reason: str
 
     def use(self) -> Any:
@@ -63,7 +63,7 @@ def twin(kernel: str, function: str, x: Tensor) -> Callable[..., Any]:
 
 def runs_compiled(device: torch.device) -> bool:
     """Do compiled CPU kernels serve this device under the active backend?"""
-    return device.type == "cpu" and _active.get() in ("auto", "reference") and compiled.available()
+    return device.type == "cpu" and _active.get() in ("auto", "cpu") and compiled.available()
 
 
 @contextmanager
@@ -90,7 +90,7 @@ def _find(kernel: str, function: str, device: str, backend: str) -> Callable[...
     takes_triton = backend == "triton" or (backend == "auto" and device == "cuda")
     if takes_triton and not _triton_problem(device):
         wanted = "kernel"
-    elif device == "cpu" and backend in ("auto", "reference") and compiled.available():
+    elif device == "cpu" and backend in ("auto", "cpu") and compiled.available():
         wanted = "cpu"
     if wanted and importlib.util.find_spec(f"k3tool.kernels.{kernel}.{wanted}"):
         module = importlib.import_module(f"k3tool.kernels.{kernel}.{wanted}")
@@ -108,23 +108,31 @@ def triton_kernels() -> tuple[str, ...]:
 
 
 def choose_backend(requested: str, device: torch.device) -> Backend:
-    """`auto` takes Triton on a GPU where twins exist, else the reference. Raises UsageError, UnsupportedError.
+    """`auto` takes Triton on a GPU and compiled kernels on a CPU, else plain torch. Raises UsageError, UnsupportedError.
 
     Without a GPU, Triton runs only when it is asked for and `TRITON_INTERPRET=1` says that it may interpret: to test.
     """
     if requested not in BACKENDS:
         raise UsageError(f"unknown backend {requested!r}", hint=f"backends: {', '.join(BACKENDS)}")
     if requested == "reference":
-        return Backend("reference", "asked for")
-    problem = _triton_problem(device.type)
-    if not problem:
-        if device.type == "cpu" and requested == "auto":
-            return Backend("reference", "Triton would only be interpreted here")
-        reason = "asked for" if requested == "triton" else f"kernels for {device.type} are present"
-        return Backend("triton", reason if device.type == "cuda" else "asked for, interpreted on the CPU")
-    if requested == "triton":
-        raise UnsupportedError(f"the triton backend cannot run: {problem}", hint="use --backend reference or auto")
-    return Backend("reference", problem)
+        return Backend("reference", "plain torch, asked for")
+    if requested == "cpu" or (requested == "auto" and device.type == "cpu"):
+        problem = _compiled_problem(device.type)
+        if not problem:
+            return Backend("cpu", "compiled for this processor" + (", asked for" if requested == "cpu" else ""))
+    else:
+        problem = _triton_problem(device.type)
+        if not problem:
+            reason = "asked for" if requested == "triton" else f"kernels for {device.type} are present"
+            return Backend("triton", reason if device.type == "cuda" else "asked for, interpreted on the CPU")
+    if requested != "auto":
+        raise UnsupportedError(f"the {requested} backend cannot run: {problem}", hint="use --backend auto or reference")
+    return Backend("reference", f"plain torch: {problem}")
+
+
+def _compiled_problem(device: str) -> str:
+    """Why compiled CPU kernels cannot run on a device, or nothing."""
+    return compiled.problem() if device == "cpu" else f"compiled kernels are for a CPU, the device is {device}"
 
 
 def _triton_problem(device: str) -> str:

@@ -56,7 +56,7 @@ def open_model(
     parallel = make_parallel(own.layout, own.place, unit, own_devices=own_devices, timeout=link.timeout)
     link.belongs(parallel)
     checkpoint = link.together(own.open)
-    warming = start_warming(checkpoint.config, dtype) if unit.type == "cpu" else None
+    warming = start_warming(checkpoint.config, dtype) if chosen.backend.name == "cpu" else None
     try:
         prepared = link.together(
             lambda: prepare_model(

@@ -11,9 +11,9 @@ from k3tool.kernels.dispatch import use
 from k3tool.kernels.mla import mla, reference
 
 
-@pytest.fixture(params=["torch", "reference"], autouse=True)
+@pytest.fixture(params=["reference", "cpu"], autouse=True)
 def backend(request):
-    """Every test runs on the torch twins and on what the reference backend runs on this processor (compiled code)."""
+    """Every test runs on the torch twins and on the code compiled for this processor."""
     with use(request.param):
         yield request.param
 

@@ -7,6 +7,7 @@ import torch
 
 from k3tool.config import K3Config
 from k3tool.errors import UnsupportedError, UsageError
+from k3tool.kernels import cpu as compiled
 from k3tool.kernels import warm
 from k3tool.kernels.attn_res import mix_blocks
 from k3tool.kernels.conv import causal_conv
@@ -16,9 +17,9 @@ from k3tool.kernels.router import select_experts
 from k3tool.synthetic import tiny_config
 
 
-@pytest.fixture(params=["torch", "reference"], autouse=True)
+@pytest.fixture(params=["reference", "cpu"], autouse=True)
 def backend(request):
-    """Every test runs on the torch twins and on what the reference backend runs on this processor (compiled code)."""
+    """Every test runs on the torch twins and on the code compiled for this processor."""
     with use(request.param):
         yield request.param
 
@@ -165,8 +166,16 @@ def test_backend_and_device_are_explicit(monkeypatch):
     cpu = torch.device("cpu")
     assert choose_backend("reference", cpu).name == "reference"
     chosen = choose_backend("auto", cpu)
-    assert chosen.name == "reference"
-    assert "cpu" in chosen.reason
+    assert (chosen.name, chosen.reason) == ("cpu", "compiled for this processor")
+    assert choose_backend("cpu", cpu).name == "cpu"
+    with pytest.raises(UnsupportedError, match="the device is cuda"):
+        choose_backend("cpu", torch.device("cuda"))
+    with monkeypatch.context() as patch:
+        patch.setattr(compiled, "problem", lambda: "no compiler")
+        fallen = choose_backend("auto", cpu)
+        assert (fallen.name, fallen.reason) == ("reference", "plain torch: no compiler")
+        with pytest.raises(UnsupportedError, match="cpu backend cannot run: no compiler"):
+            choose_backend("cpu", cpu)
     with pytest.raises(UnsupportedError, match="cpu"):
         choose_backend("triton", cpu)
     with pytest.raises(UsageError, match="fast"):

@@ -41,9 +41,10 @@ def test_sound_kernels_pass_in_every_layer(mini: Path, dtype: str):
     assert session.cache.position == 0  # the session's own sequence was not touched
 
 
-def test_without_twins_there_is_nothing_to_compare(session: Session, monkeypatch):
-    monkeypatch.setattr(dispatch, "twin", lambda kernel, function, x: dispatch._find(kernel, function, "cpu", "torch"))
-    assert session.check(IDS) == []
+def test_of_the_reference_there_is_nothing_to_compare(mini: Path, capsys):
+    assert Session.open(mini, device="cpu", dtype="float32", backend="reference").check(IDS) == []
+    ran = k3tool(capsys, "run", mini, "--input-ids", "1,2", "--max-new-tokens", 1, "--check", "--backend", "reference")
+    assert ran.code == 0 and "is the reference: nothing was compared" in ran.err
 
 
 @needs_twins

@@ -33,7 +33,7 @@ def differing(a, b) -> float:
 def test_the_step_on_fixed_memory_is_the_ordinary_one(session: Session) -> None:
     twin = session.cache.clone()
     session.cache.reserve(40)
-    with use("torch"):
+    with use("reference"):
         step = Step(session.model, session.cache)
         for token in range(30, 36):
             assert step.fits(session.model, session.cache)
@@ -70,7 +70,7 @@ def test_steps_are_captured_after_ordinary_ones_and_again_when_the_cache_grows(s
     monkeypatch.setattr(Step, "play", play)
     twin = session.cache.clone()
     counts = []
-    with use("torch"):
+    with use("reference"):
         for token in range(30, 38):
             if token == 35:
                 session.cache.reserve(3000)
@@ -92,7 +92,7 @@ def test_a_step_that_cannot_be_captured_runs_as_usual_and_says_so(session: Sessi
     monkeypatch.setattr(Step, "capture", fail)
     twin = session.cache.clone()
     session.cache.captured = Captured(steps_before=0)
-    with use("torch"), torch.inference_mode():
+    with use("reference"), torch.inference_mode():
         for token in (5, 6, 7):
             found = replay.decode_step(session.model, token, session.cache)
             assert differing(found, ordinary(session, token, twin)) < 1e-5

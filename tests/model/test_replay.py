@@ -91,13 +91,13 @@ def test_two_sequences_in_turns(folders: dict[str, Path]) -> None:
             assert recorded is not None and recorded.problem == ""
 
 
-def test_the_torch_backend_is_never_played_back(folders: dict[str, Path]) -> None:
+def test_the_reference_is_never_played_back(folders: dict[str, Path]) -> None:
     session = Session.open(folders["released"], device="cpu", dtype="float32")
     session.prefill(range(4))
     decode_step(session.model, 5, session.cache)
     played = session.cache.recorded
     twin = session.cache.clone()
-    with use("torch"):
+    with use("reference"):
         found = decode_step(session.model, 6, session.cache)
         assert torch.equal(found, ordinary(session, 6, twin))
     assert session.cache.recorded is played

@@ -90,7 +90,7 @@ def test_both_paths_against_the_torch_twin(format_: str, monkeypatch: pytest.Mon
         for tokens in TOKENS:
             x = torch.randn(tokens, wide, generator=torch.Generator().manual_seed(tokens))
             ids, weights = route(tokens, experts, top_k)
-            with use("torch"):
+            with use("reference"):
                 wanted = experts_forward(x, layer, ids, weights)
             for crowds in (True, False):
                 if tokens > 17 and not crowds:
@@ -119,11 +119,11 @@ def test_bfloat16_activations_round_where_the_model_rounds(
     ids, weights = route(24, 6, 3)
     wanted = float64_twin(x, layer, ids, weights, activation)
     assert error(experts_forward(x, layer, ids, weights, activation), wanted) < 4e-4
-    with use("torch"):
+    with use("reference"):
         assert error(experts_forward(x, layer, ids, weights, activation), wanted) < 4e-4
 
 
-@pytest.mark.parametrize("backend", ["torch", pytest.param("auto", marks=needs_compiler)])
+@pytest.mark.parametrize("backend", ["reference", pytest.param("auto", marks=needs_compiler)])
 def test_against_float64(backend: str) -> None:
     layer = make("mxfp4", 9, 64, 96)
     x = torch.randn(12, 96, generator=torch.Generator().manual_seed(2))
@@ -132,7 +132,7 @@ def test_against_float64(backend: str) -> None:
         assert error(experts_forward(x, layer, ids, weights), float64_twin(x, layer, ids, weights, "situ")) < 1e-6
 
 
-@pytest.mark.parametrize("backend", ["torch", pytest.param("auto", marks=needs_compiler)])
+@pytest.mark.parametrize("backend", ["reference", pytest.param("auto", marks=needs_compiler)])
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_an_expert_named_twice_counts_twice(backend: str, tokens: int) -> None:
     layer = make("mxfp4", 3, 32, 64)

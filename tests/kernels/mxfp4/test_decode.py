@@ -15,7 +15,7 @@ from k3tool.kernels.mxfp4 import decode_values, group_size_of
 
 MAGNITUDES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 needs_compiler = pytest.mark.skipif(not compiled.available(), reason="compiled kernels are not available here")
-backends = pytest.mark.parametrize("backend", ["torch", pytest.param("auto", marks=needs_compiler)])
+backends = pytest.mark.parametrize("backend", ["reference", pytest.param("auto", marks=needs_compiler)])
 
 
 def every_code_and_scale(group: int) -> tuple[Tensor, Tensor]:
@@ -107,7 +107,7 @@ def test_any_width_and_leading_dimensions(group: int, columns: int) -> None:
     packed = torch.randint(0, 256, (3, 5, columns // 2), generator=draw).to(torch.uint8)
     scale = torch.randint(100, 130, (3, 5, columns // group), generator=draw).to(torch.uint8)
     for dtype in (torch.float32, torch.bfloat16):
-        with use("torch"):
+        with use("reference"):
             wanted = decode_values(packed, scale, dtype)
         out = torch.full(wanted.shape, float("nan"), dtype=dtype)
         assert decode_values(packed, scale, dtype, out=out) is out
@@ -122,7 +122,7 @@ def test_odd_widths_of_a_nibble_block() -> None:
     packed = torch.arange(7 * 24, dtype=torch.uint8).view(7, 24)
     scale = torch.arange(100, 121, dtype=torch.uint8).view(7, 3)
     assert group_size_of(packed, scale) == 16
-    with use("torch"):
+    with use("reference"):
         wanted = decode_values(packed, scale, torch.float32)
     assert torch.equal(bits(decode_values(packed, scale, torch.float32)), bits(wanted))
 

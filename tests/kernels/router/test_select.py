@@ -16,7 +16,7 @@ if not compiled.available():
 def both(logits: torch.Tensor, bias: torch.Tensor | None, top_k: int, **options: object) -> None:
     """The same experts, and their weights within a few float32 steps, in whatever order."""
     found = select_experts(logits, bias, top_k, **options)
-    with use("torch"):
+    with use("reference"):
         wanted = select_experts(logits, bias, top_k, **options)
     assert found[0].dtype == torch.int64 and found[0].shape == (logits.shape[0], top_k)
     order, wanted_order = (ids.sort(-1) for ids in (found[0], wanted[0]))

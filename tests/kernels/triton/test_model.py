@@ -97,7 +97,7 @@ def test_command_line(mini: Path, capsys, monkeypatch):
     assert ran.code == 0 and ran.json["backend"] == "triton"
     expected = k3tool(capsys, *options, "--backend", "reference", "--json").json
     assert ran.json["token_ids"] == expected["token_ids"] and expected["backend"] == "reference"
-    assert k3tool(capsys, *options, "--json").json["backend"] == "reference"  # auto never interprets
+    assert k3tool(capsys, *options, "--json").json["backend"] == "cpu"  # auto never interprets
     monkeypatch.delenv("TRITON_INTERPRET")
     refused = k3tool(capsys, *options, "--backend", "triton", "--json")
     assert refused.code == 14 and "GPU" in refused.json["error"]["message"]
