@@ -128,9 +128,14 @@ def test_a_bug_is_exit_70_with_a_traceback(capsys, monkeypatch):
         (errno.EACCES, 2),
         (errno.EROFS, 2),
         (errno.ENOTDIR, 2),
+        (errno.ENOENT, 2),
+        (errno.EBUSY, 3),
         (errno.ENOSPC, 12),
         (errno.EDQUOT, 12),
-        (errno.EBADF, 70),
+        (errno.EMFILE, 12),
+        (errno.ENOMEM, 12),
+        (errno.EIO, 12),
+        (errno.ENOSYS, 14),
     ],
 )
 def test_what_the_disk_refuses_is_no_bug(number: int, code: int, capsys, monkeypatch):
@@ -141,7 +146,25 @@ def test_what_the_disk_refuses_is_no_bug(number: int, code: int, capsys, monkeyp
     assert cli.run(["inspect", "x", "--json"]) == code
     out, error = capsys.readouterr()
     assert f'"code": {code}' in out and "/some/folder" in error and os.strerror(number) in error
-    assert ("Traceback" in error) == (code == 70)
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    "error, code, said",
+    [
+        (MemoryError(), 12, "no memory left"),
+        (RuntimeError("can't start new thread"), 12, "ulimit -u"),
+        (ConnectionResetError(errno.ECONNRESET, "reset by peer"), 13, "reset by peer"),
+    ],
+)
+def test_what_the_system_refuses_is_no_bug(error: Exception, code: int, said: str, capsys, monkeypatch):
+    def refuse(_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("k3tool.checkpoint.reader.Checkpoint.open", refuse)
+    assert cli.run(["inspect", "x"]) == code
+    shown = capsys.readouterr().err
+    assert said in shown and "Traceback" not in shown
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(capsys, monkeypatch, tmp_path: Path, mini: Path):

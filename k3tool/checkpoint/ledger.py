@@ -24,7 +24,8 @@ from types import TracebackType
 from typing import IO, Any
 
 from k3tool.checkpoint.manifest import FileRecord
-from k3tool.checkpoint.writer import fsync_folder, no_space, write_atomic
+from k3tool.checkpoint.writer import fsync_folder, sync_file, write_atomic
+from k3tool.disk import disk_errors
 from k3tool.errors import PartlyDone, UsageError
 
 LEDGER_FOLDER = ".k3tool"
@@ -204,7 +205,7 @@ class Ledger:
         """`file` (relative to the folder) has its final name. Durable when this returns. `note`: JSON kept with it."""
         entry = {"file": file, "size": size, "sha256": sha256, "stamp": self._stamp(file)}
         self._append(entry if note is None else {**entry, "note": note})
-        os.fsync(self._journal.fileno())
+        sync_file(self._journal.fileno(), self.state / self._journal_name)
         self.done[file] = FileRecord(size, sha256)
         self.notes[file] = note
 
@@ -214,11 +215,8 @@ class Ledger:
         self.synced[file] = (durable_bytes, boot_id())
 
     def _append(self, entry: Mapping[str, Any]) -> None:
-        try:
-            with self._write_lock:
-                self._journal.write(json.dumps(entry).encode() + b"\n")
-        except OSError as error:
-            raise no_space(self.state / "done.jsonl", error) from None
+        with disk_errors(self.state / self._journal_name, "write"), self._write_lock:
+            self._journal.write(json.dumps(entry).encode() + b"\n")
 
     def complete(self) -> None:
         """The job is whole: nothing of the ledger stays."""

@@ -2,30 +2,56 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
+import io
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
 from k3tool.checkpoint.header import Header, build_header
-from k3tool.errors import CapacityError, PartlyDone
+from k3tool.disk import UNSUPPORTED, disk_errors, refusal
+from k3tool.errors import PartlyDone
 
 PARTIAL_SUFFIX = ".k3partial"
 # Small enough to be hashed and written while it is in the processor's cache. Writes of 2 MiB and more make ext4 look for
 # huge pages, which costs seven times the system time (Linux 6.18, measured).
 WRITE_BYTES = 512 << 10
 FLUSH_BYTES = 32 << 20
+LONGEST_NAME = 255
 CLOEXEC = getattr(os, "O_CLOEXEC", 0)
 
 
 def fsync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+    """Make new names in `folder` durable, where its file system can (FUSE and network ones often have no such call)."""
+    with disk_errors(folder, "sync"):
+        descriptor = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+        finally:
+            os.close(descriptor)
+
+
+def sync_file(descriptor: int, path: Path) -> None:
+    """Make what was written to an open file durable, where its file system can. Raises CapacityError."""
     try:
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise refusal(error, path, "write") from error
+
+
+def partial_of(path: Path) -> Path:
+    """The temporary name beside `path`, short enough for the file system."""
+    name = path.name + PARTIAL_SUFFIX
+    if len(os.fsencode(name)) > LONGEST_NAME:
+        name = f".{hashlib.sha256(os.fsencode(path.name)).hexdigest()}{PARTIAL_SUFFIX}"
+    return path.with_name(name)
 
 
 def write_atomic(path: Path, data: bytes) -> str:
@@ -45,20 +71,27 @@ class AtomicFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.partial = path.with_name(path.name + PARTIAL_SUFFIX)
+        self.partial = partial_of(path)
         self.size = 0
         self.sha256 = ""
         self._flushed = 0
         self._hash = hashlib.sha256()
 
     def __enter__(self) -> AtomicFile:
-        """Raises PartlyDone where another process is writing the same file."""
+        """Raises PartlyDone where another process is writing the same file, UsageError where none can be made."""
+        with disk_errors(self.path, "write"):
+            self._file = self._opened()
+        return self
+
+    def _opened(self) -> io.FileIO:
+        """The partial file, empty and held by this process alone."""
         while True:
-            file = open(os.open(self.partial, os.O_RDWR | os.O_CREAT | CLOEXEC, 0o666), "r+b", buffering=0)
+            file = io.FileIO(os.open(self.partial, os.O_RDWR | os.O_CREAT | CLOEXEC, 0o666), "r+")
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.path.samestat(os.fstat(file.fileno()), os.stat(self.partial)):
-                    break
+                    file.truncate(0)
+                    return file
             except BlockingIOError:
                 file.close()
                 raise PartlyDone(
@@ -67,25 +100,24 @@ class AtomicFile:
                 ) from None
             except FileNotFoundError:
                 pass  # the other process has just finished it
+            except BaseException:
+                file.close()
+                raise
             file.close()
-        file.truncate(0)
-        self._file = file
-        return self
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Raises CapacityError where the disk is full."""
         view = memoryview(data).cast("B")
-        try:
+        with disk_errors(self.path, "write"):
             while len(view):
                 block = view[:WRITE_BYTES]
                 self._hash.update(block)
                 self.size += len(block)
                 view = view[len(block) :]
                 while len(block):
-                    block = block[self._file.write(block) :]
-            if self.size - self._flushed >= FLUSH_BYTES:
-                self._begin_flush()
-        except OSError as error:
-            raise no_space(self.path, error) from None
+                    block = block[self._file.write(block) or 0 :]
+        if self.size - self._flushed >= FLUSH_BYTES:
+            self._begin_flush()
 
     def _begin_flush(self) -> None:
         """Ask the kernel to start writing what is new, without waiting, so that the disk is never idle and the sync at
@@ -93,29 +125,32 @@ class AtomicFile:
         took three times the system time (measured)."""
         if hasattr(os, "posix_fadvise"):
             start = max(0, self._flushed - 2 * FLUSH_BYTES)
-            os.posix_fadvise(self._file.fileno(), start, self.size - start, os.POSIX_FADV_DONTNEED)
+            with contextlib.suppress(OSError):  # advice, no more
+                os.posix_fadvise(self._file.fileno(), start, self.size - start, os.POSIX_FADV_DONTNEED)
         self._flushed = self.size
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            if kind is None:
-                os.fsync(self._file.fileno())
-        except OSError as error:
-            self._discard()
-            raise no_space(self.path, error) from None
         if kind is not None:
             self._discard()
             return
-        self._file.close()
-        os.replace(self.partial, self.path)
+        try:
+            sync_file(self._file.fileno(), self.path)
+            with disk_errors(self.path, "write"):
+                self._file.close()
+                os.replace(self.partial, self.path)
+        except BaseException:
+            self._discard()
+            raise
         fsync_folder(self.path.parent)
         self.sha256 = self._hash.hexdigest()
 
     def _discard(self) -> None:
-        self._file.close()
-        self.partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what is leaving already says more
+            self._file.close()
+        with contextlib.suppress(OSError):
+            self.partial.unlink(missing_ok=True)
 
 
 class ShardWriter:
@@ -159,15 +194,4 @@ class ShardWriter:
         return self._file.size
 
 
-def no_space(path: Path, error: OSError) -> CapacityError | OSError:
-    """A full disk or quota as CapacityError (exit 12); any other error unchanged."""
-    import errno
-
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return CapacityError(
-            f"no space left while writing {path}", hint="free space and run the same command again: it resumes"
-        )
-    return error
-
-
-__all__ = ["PARTIAL_SUFFIX", "AtomicFile", "Header", "ShardWriter", "fsync_folder", "no_space", "write_atomic"]
+__all__ = ["PARTIAL_SUFFIX", "AtomicFile", "Header", "ShardWriter", "fsync_folder", "sync_file", "write_atomic"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import os
 import sys
@@ -17,7 +16,8 @@ import typer
 
 from k3tool import __version__
 from k3tool.cli.output import print_failure
-from k3tool.errors import EXIT_BUG, EXIT_INTERRUPTED, CapacityError, Interrupted, K3Error, UsageError
+from k3tool.disk import refusal
+from k3tool.errors import EXIT_BUG, EXIT_INTERRUPTED, CapacityError, Interrupted, K3Error, RemoteError, UsageError
 
 EXIT_CODES = (
     "Exit codes: 0 done; 1 a check failed; 2 usage; 3 partly done, the same command resumes; 10 checkpoint missing or "
@@ -98,22 +98,33 @@ def run(arguments: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except Exception as error:
-        refused = _refused_by_disk(error)
+        refused = _refused_by_surroundings(error)
         if refused is not None:
             return _fail(arguments, refused.with_traceback(error.__traceback__))
         traceback.print_exc()
         return _fail(arguments, _Bug(f"{type(error).__name__}: {error}"))
 
 
-def _refused_by_disk(error: Exception) -> K3Error | None:
-    """A folder without permission, a read-only or a full disk are for the user to mend; None for anything else."""
-    if not isinstance(error, OSError) or error.filename is None:
-        return None
-    cause = f"cannot use {error.filename}: {error.strerror}"
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG):
-        return UsageError(cause, hint="name a folder or file that you may read and write, or have its owner allow it")
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return CapacityError(cause, hint="free space and run the same command again: it resumes")
+def _refused_by_surroundings(error: Exception) -> K3Error | None:
+    """The last net: what the system refuses is no bug, even where the place of the call has not said what it was about.
+    None for everything else."""
+    if isinstance(error, ConnectionError):
+        return RemoteError(
+            f"the connection was lost: {error}", hint="check the network, then run the same command again"
+        )
+    if isinstance(error, OSError) and error.errno is not None:
+        names = [str(name) for name in (error.filename, error.filename2) if name is not None]
+        return refusal(error, " and ".join(names) or "a file", "use")
+    if isinstance(error, MemoryError):
+        return CapacityError(
+            f"no memory left{f': {error}' if str(error) else ''}",
+            hint="free memory, or bound what this takes (--max-memory, fewer --max-workers, run: --memory)",
+        )
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        return CapacityError(
+            "the system lets this process start no more threads",
+            hint="give fewer --max-workers, or raise the number of processes (ulimit -u)",
+        )
     return None
 
 

@@ -8,7 +8,6 @@ was proven and against what. Files are described in `target`, moved in `transfer
 
 from __future__ import annotations
 
-import errno
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,8 @@ from k3tool.checkpoint.index import INDEX_NAME
 from k3tool.checkpoint.ledger import Ledger, job_id, read_marks
 from k3tool.checkpoint.reader import CONFIG_NAME
 from k3tool.config import K3Config
-from k3tool.errors import CapacityError, K3Error, UsageError
+from k3tool.disk import refusal
+from k3tool.errors import CapacityError, K3Error
 from k3tool.events import SILENT, Progress
 from k3tool.fetch.folder import (
     another_commit,
@@ -139,7 +139,7 @@ def fetch(
         workers = _workers(max_workers or DEFAULT_WORKERS, max_memory)
         return _Fetch(request, source, workers, tuple(map(Path, reuse)), progress).run(dry_run)
     except OSError as error:
-        raise _disk_error(request.folder, error) from error
+        raise refusal(error, error.filename or request.folder, "write") from error
     finally:
         source.close()
 
@@ -312,13 +312,3 @@ def _workers(wanted: int, max_memory: str | None) -> int:
             hint=f"give at least {format_bytes(BASE_MEMORY + WORKER_MEMORY)}",
         )
     return min(wanted, allowed)
-
-
-def _disk_error(folder: Path, error: OSError) -> Exception:
-    """What a file system says about a folder that cannot be used, as a user's mistake; anything else unchanged."""
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG):
-        return UsageError(
-            f"cannot write into {folder}: {error.strerror} ({error.filename})",
-            hint="name a folder that you may write to",
-        )
-    return error

@@ -12,7 +12,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 from k3tool.checkpoint.ledger import Ledger, boot_id
-from k3tool.checkpoint.writer import PARTIAL_SUFFIX, fsync_folder, no_space
+from k3tool.checkpoint.writer import PARTIAL_SUFFIX, fsync_folder, sync_file
+from k3tool.disk import UNSUPPORTED, disk_errors, make_folder, refusal
 from k3tool.hub import RemoteFile
 
 SYNC_BYTES = 64 << 20
@@ -33,6 +34,8 @@ def trusted_length(path: Path, synced: tuple[int, str] | None) -> int:
         length = path.stat().st_size
     except FileNotFoundError:
         return 0
+    except OSError as error:
+        raise refusal(error, path) from error
     durable, boot = synced or (0, "")
     return length if boot and boot == boot_id() else min(length, durable)
 
@@ -78,15 +81,21 @@ class Partial:
         self._durable = 0
 
     def __enter__(self) -> Partial:
-        fresh = not self.path.exists()
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
-        self.position = trusted_length(self.path, self.ledger.synced.get(self.name))
-        if os.fstat(self._file).st_size != self.position:
-            os.ftruncate(self._file, self.position)
-        if fresh:
-            fsync_folder(self.path.parent)
-        # What is there is no more durable than before, but from here on it belongs to this boot.
-        self._mark(min(self.position, self.ledger.synced.get(self.name, (0, ""))[0]))
+        with disk_errors(self.path, "write"):
+            fresh = not self.path.exists()
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
+        try:
+            self.position = trusted_length(self.path, self.ledger.synced.get(self.name))
+            with disk_errors(self.path, "write"):
+                if os.fstat(self._file).st_size != self.position:
+                    os.ftruncate(self._file, self.position)
+            if fresh:
+                fsync_folder(self.path.parent)
+            # What is there is no more durable than before, but from here on it belongs to this boot.
+            self._mark(min(self.position, self.ledger.synced.get(self.name, (0, ""))[0]))
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -95,22 +104,26 @@ class Partial:
             self._file = -1
 
     def read(self, offset: int, length: int) -> bytes:
-        return os.pread(self._file, min(length, max(0, self.position - offset)), offset)
+        """Raises CheckpointCorrupt where the disk fails."""
+        with disk_errors(self.path):
+            return os.pread(self._file, min(length, max(0, self.position - offset)), offset)
 
     def append(self, view: memoryview) -> None:
         """Raises CapacityError where the disk is full; what fitted is kept."""
-        try:
+        with disk_errors(self.ledger.folder / self.name, "write"):
             while len(view):
                 written = os.pwrite(self._file, view, self.position)
                 self.position += written
                 view = view[written:]
-            if self.position - self._durable >= SYNC_BYTES:
-                self.sync()
-        except OSError as error:
-            raise no_space(self.ledger.folder / self.name, error) from None
+        if self.position - self._durable >= SYNC_BYTES:
+            self.sync()
 
     def sync(self) -> None:
-        getattr(os, "fdatasync", os.fsync)(self._file)
+        try:
+            getattr(os, "fdatasync", os.fsync)(self._file)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise refusal(error, self.ledger.folder / self.name, "write") from error
         self._mark(self.position)
 
     def _mark(self, durable: int) -> None:
@@ -119,21 +132,21 @@ class Partial:
 
     def restart(self) -> None:
         """Throw away what is there and begin again."""
-        os.ftruncate(self._file, 0)
+        with disk_errors(self.path, "write"):
+            os.ftruncate(self._file, 0)
         self.position = 0
         self._mark(0)
 
     def discard(self) -> None:
         self.__exit__()
-        self.path.unlink(missing_ok=True)
+        with disk_errors(self.path, "remove"):
+            self.path.unlink(missing_ok=True)
 
     def finish(self, target: Path) -> None:
         """Give the file its final name; durable when this returns."""
-        try:
-            os.fsync(self._file)
-        except OSError as error:
-            raise no_space(target, error) from None
+        sync_file(self._file, target)
         self.__exit__()
-        target.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(self.path, target)
+        make_folder(target.parent)
+        with disk_errors(target, "write"):
+            os.replace(self.path, target)
         fsync_folder(target.parent)

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Literal
 
 from k3tool.checkpoint.manifest import Manifest
-from k3tool.checkpoint.writer import fsync_folder, no_space
+from k3tool.checkpoint.writer import fsync_folder, sync_file
+from k3tool.disk import disk_errors, make_folder, refusal
 from k3tool.fetch.partial import READ_BLOCK, Digests, partial_path
 from k3tool.hub import RemoteFile
 from k3tool.hub.cache import cache_folder
@@ -41,7 +42,7 @@ def hash_file(path: Path, size: int, expected: RemoteFile | None, on_bytes: Call
     digests = Digests(size, expected)
     buffer = bytearray(READ_BLOCK)
     view = memoryview(buffer)
-    with open(path, "rb", buffering=0) as file:
+    with disk_errors(path), open(path, "rb", buffering=0) as file:
         while got := file.readinto(view):
             digests.update(view[:got])
             on_bytes(got)
@@ -53,12 +54,12 @@ def adopt(source: Path, target: Path, state: Path, name: str) -> How:
 
     A reflink shares blocks until one side is written; a hard link shares the file itself. Raises CapacityError.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(target.parent)
     source = source.resolve()
     passing = partial_path(state, name)
-    passing.unlink(missing_ok=True)
     how: How = "copy"
     try:
+        passing.unlink(missing_ok=True)
         if _reflink(source, passing):
             how = "reflink"
         elif _hard_link(source, passing):
@@ -67,14 +68,15 @@ def adopt(source: Path, target: Path, state: Path, name: str) -> How:
             shutil.copyfile(source, passing)
         descriptor = os.open(passing, os.O_RDONLY)
         try:
-            os.fsync(descriptor)
+            sync_file(descriptor, target)
         finally:
             os.close(descriptor)
         os.replace(passing, target)
-        fsync_folder(target.parent)
     except OSError as error:
-        passing.unlink(missing_ok=True)
-        raise no_space(target, error) from None
+        with contextlib.suppress(OSError):
+            passing.unlink(missing_ok=True)
+        raise refusal(error, target, "write") from error
+    fsync_folder(target.parent)
     return how
 
 
