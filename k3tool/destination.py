@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from k3tool.checkpoint.ledger import LEDGER_FOLDER
 from k3tool.checkpoint.manifest import MANIFEST_NAME, load_manifest
 from k3tool.checkpoint.source import Source
 from k3tool.checkpoint.writer import PARTIAL_SUFFIX
+from k3tool.disk import disk_errors, free_bytes
 from k3tool.errors import CapacityError, CheckpointCorrupt, UsageError
 from k3tool.plan import FileJob, Plan
 from k3tool.transform.reshard import LAYOUT_NAME
@@ -37,7 +37,8 @@ def guard(dest: Path, source: Source, plan: Plan, *, overwrite: bool) -> None:
             )
     if overwrite or not dest.is_dir():
         return
-    held = sorted(name for name in os.listdir(dest) if name not in _IGNORED)
+    with disk_errors(dest, "list"):
+        held = sorted(name for name in os.listdir(dest) if name not in _IGNORED)
     if not held or (dest / LEDGER_FOLDER).is_dir():  # the ledger itself refuses another job's unfinished work
         return
     with contextlib.suppress(CheckpointCorrupt):
@@ -62,10 +63,12 @@ def clear(dest: Path) -> None:
     for name in sorted(names):
         path = dest / name
         is_inside = path.parent == dest or os.path.realpath(path.parent).startswith(inside)
-        if is_inside and (path.is_file() or path.is_symlink()):
-            path.unlink()
+        with disk_errors(path, "remove"):
+            if is_inside and (path.is_file() or path.is_symlink()):
+                path.unlink()
     for path in dest.rglob(f"*{PARTIAL_SUFFIX}"):
-        path.unlink(missing_ok=True)
+        with disk_errors(path, "remove"):
+            path.unlink(missing_ok=True)
     for folder in {dest / Path(name).parent for name in names} - {dest}:
         with contextlib.suppress(OSError):
             folder.rmdir()
@@ -77,7 +80,9 @@ def check_space(dest: Path, jobs: Sequence[FileJob], *, needed: int | None = Non
     needed: bytes needed at once where the source is freed along the way; None: all that the jobs write.
     """
     need = sum(job.size_estimate for job in jobs) if needed is None else needed
-    free = shutil.disk_usage(dest).free
+    free = free_bytes(dest)
+    if free is None:
+        return
     if need + min(SPARE_BYTES, need) > free:
         raise CapacityError(
             f"{dest}: {format_bytes(need)} to write, {format_bytes(free)} free on that disk",

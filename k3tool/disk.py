@@ -8,6 +8,7 @@ An OSError knows a number and, often, no file: only the place of the call knows 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -22,6 +23,7 @@ from k3tool.errors import (
     UnsupportedError,
     UsageError,
 )
+from k3tool.events import warn_once
 
 GOES_ON = "run the same command again: it goes on from here"
 STARTS_OVER = "run the same command again: it starts over"
@@ -138,12 +140,17 @@ def _other_path(number: int | None, path: object) -> str:
 
 
 def free_bytes(folder: object) -> int | None:
-    """Bytes that may still be written on the file system of `folder`; None where it does not say (0 of 0 blocks)."""
-    try:
+    """Bytes that may still be written on the file system of `folder`. None, and a warning, where it does not say: some
+    (FUSE, rclone) count 0 of 0 blocks."""
+    with contextlib.suppress(OSError):
         usage = shutil.disk_usage(str(folder))
-    except OSError:
-        return None
-    return usage.free if usage.total else None
+        if usage.total:
+            return usage.free
+    warn_once(
+        f"the file system of {folder} does not say how much room it has; whether all fits is seen while it is written",
+        "room",
+    )
+    return None
 
 
 def make_folder(path: object) -> None:

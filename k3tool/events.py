@@ -39,3 +39,27 @@ class Silent:
 
 
 SILENT: Progress = Silent()
+
+
+class _Host:
+    """Who hears what is said where no `Progress` was handed down."""
+
+    def __init__(self) -> None:
+        self.progress: Progress = SILENT
+        self.said: set[str] = set()
+
+
+_host = _Host()
+
+
+def listen(progress: Progress) -> None:
+    """From here on `progress` hears what `warn_once` says."""
+    _host.progress = progress
+    _host.said.clear()
+
+
+def warn_once(text: str, about: str) -> None:
+    """A warning from deep inside, where no `Progress` is at hand: said once `about` the same for each listener."""
+    if about not in _host.said:
+        _host.said.add(about)
+        _host.progress.warn(text)

@@ -8,39 +8,27 @@ when the job completes.
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import errno
 import hashlib
 import json
 import os
 import shutil
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
+from k3tool.checkpoint.locks import HELD_SUFFIX, boot_id, is_alone, lock, unlock
 from k3tool.checkpoint.manifest import FileRecord
 from k3tool.checkpoint.writer import fsync_folder, sync_file, write_atomic
-from k3tool.disk import disk_errors
+from k3tool.disk import disk_errors, make_folder, refusal
 from k3tool.errors import PartlyDone, UsageError
 
 LEDGER_FOLDER = ".k3tool"
 SHARED_PATIENCE_S = 2.0
-
-
-@cache
-def boot_id() -> str:
-    """What changes when this machine restarts; empty where that is not known."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        command = ["sysctl", "-n", "kern.bootsessionuuid"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
-    return ""
 
 
 def job_id(description: Any) -> str:
@@ -88,21 +76,22 @@ class Ledger:
         self.synced: dict[str, tuple[int, str]] = {}
         self.notes: dict[str, Any] = {}
         self.part = part
-        self._locks: list[IO[str]] = []
+        self._locks: list[_Lock] = []
         self._write_lock = threading.Lock()
 
     def __enter__(self) -> Ledger:
         self._acquire()
         try:
             if self.part:
-                self._locks.append(self._locked(self.state / f"lock-{self.part}", fcntl.LOCK_EX))
-                with self._locked(self.state / "job.lock", fcntl.LOCK_EX, wait=True):
+                self._locks.append(self._locked(self.state / f"lock-{self.part}"))
+                with self._locked(self.state / "job.lock", wait=True):
                     self._check_job()
             else:
                 self._check_job()
             self.reload()
-            self._journal = open(self.state / self._journal_name, "ab", buffering=0)
-            self._journal.write(b"\n")  # ends a line that was torn
+            with disk_errors(self.state / self._journal_name, "write"):
+                self._journal = open(self.state / self._journal_name, "ab", buffering=0)
+                self._journal.write(b"\n")  # ends a line that was torn
         except BaseException:
             self._release()
             raise
@@ -115,56 +104,45 @@ class Ledger:
     def _acquire(self) -> None:
         patience = time.monotonic() + SHARED_PATIENCE_S
         while True:
-            self.state.mkdir(parents=True, exist_ok=True)
+            make_folder(self.state)
             try:
-                lock = self._locked(self.state / "lock", fcntl.LOCK_SH if self.part else fcntl.LOCK_EX)
-                if os.path.samestat(os.fstat(lock.fileno()), os.stat(self.state / "lock")):
+                taken = self._locked(self.state / "lock", shared=bool(self.part))
+                if taken.is_in_place():
                     break
-                lock.close()
-            except FileNotFoundError:
-                pass  # the holder has just completed and removed the folder: begin a new one
+                taken.close()
+            except FileNotFoundError as error:
+                # The holder has just completed and removed the folder: begin a new one.
+                if time.monotonic() > patience:
+                    raise refusal(error, self.state / "lock", "write") from error
             except PartlyDone:
                 # Another part that is just completing holds it alone for a moment.
                 if not self.part or time.monotonic() > patience:
                     raise
                 time.sleep(0.05)
-        self._locks.append(lock)
+        self._locks.append(taken)
 
-    def _locked(self, path: Path, kind: int, *, wait: bool = False) -> IO[str]:
-        """The open lock file, saying who holds it. Raises PartlyDone where someone else does."""
-        lock = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - held until the job ends
-        try:
-            fcntl.flock(lock, kind if wait else kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            with lock:
-                lock.seek(0)
-                holder = lock.read(400).strip() or "another process"
-            raise PartlyDone(
-                f"{self.folder} is in use by {holder}", hint="wait for it, or stop it and run the same command again"
-            ) from None
+    def _locked(self, path: Path, *, shared: bool = False, wait: bool = False) -> _Lock:
+        """A held lock, whose file says who holds it. Raises PartlyDone where someone else does."""
         since = time.strftime("%Y-%m-%d %H:%M:%S")
-        lock.seek(0)
-        lock.truncate()
-        lock.write(f"process {os.getpid()} on {socket.gethostname()} since {since}: {self.command}")
-        lock.flush()
-        return lock
+        text = f"process {os.getpid()} on {socket.gethostname()} since {since}: {self.command}"
+        return _Lock(path, text, shared=shared, wait=wait)
 
     @contextlib.contextmanager
     def closing(self) -> Iterator[None]:
         """Only one process of a job at a time is in here, with every finished file known. Waits for its turn."""
-        with self._locked(self.state / "closing.lock", fcntl.LOCK_EX, wait=True):
+        with self._locked(self.state / "closing.lock", wait=True):
             self.reload()
             yield
 
     def _check_job(self) -> None:
         path = self.state / "job.json"
         if self.overwrite:
-            for entry in self.state.iterdir():
-                if not entry.name.endswith("lock"):
-                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            self._clear()
         if path.is_file():
             with contextlib.suppress(ValueError):
-                job = json.loads(path.read_bytes())
+                with disk_errors(path):
+                    text = path.read_bytes()
+                job = json.loads(text)
                 if job.get("id") != self.identity:
                     raise UsageError(
                         f"{self.folder} holds the unfinished work of another command: {job.get('command')}",
@@ -175,10 +153,19 @@ class Ledger:
         document = {"id": self.identity, "command": self.command, "facts": self.facts}
         write_atomic(path, json.dumps(document).encode())
 
+    def _clear(self) -> None:
+        """Forget all of an earlier job but the locks, which are this process's own."""
+        with disk_errors(self.state, "clear"):
+            for entry in self.state.iterdir():
+                if not entry.name.endswith(("lock", HELD_SUFFIX)):
+                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
     def reload(self) -> None:
         """Read what every process of the job has recorded so far."""
         for path in sorted(self.state.glob("done*.jsonl")):
-            for line in path.read_bytes().splitlines():
+            with disk_errors(path):
+                text = path.read_bytes()
+            for line in text.splitlines():
                 # a torn last line is work to do again
                 with contextlib.suppress(ValueError, KeyError, TypeError, OSError):
                     self._read(json.loads(line))
@@ -203,7 +190,8 @@ class Ledger:
 
     def record(self, file: str, size: int, sha256: str, note: Any = None) -> None:
         """`file` (relative to the folder) has its final name. Durable when this returns. `note`: JSON kept with it."""
-        entry = {"file": file, "size": size, "sha256": sha256, "stamp": self._stamp(file)}
+        with disk_errors(self.folder / file):
+            entry = {"file": file, "size": size, "sha256": sha256, "stamp": self._stamp(file)}
         self._append(entry if note is None else {**entry, "note": note})
         sync_file(self._journal.fileno(), self.state / self._journal_name)
         self.done[file] = FileRecord(size, sha256)
@@ -225,19 +213,80 @@ class Ledger:
 
     def complete_unless_shared(self) -> None:
         """This process's part is whole: the ledger goes, unless another process of the same job is still at work."""
-        try:
-            fcntl.flock(self._locks[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return
-        self.complete()
+        if self._locks[0].is_alone():
+            self.complete()
 
     def _release(self) -> None:
-        for lock in reversed(self._locks):
-            lock.close()
+        for taken in reversed(self._locks):
+            taken.close()
         self._locks.clear()
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._journal.close()
+        with contextlib.suppress(OSError):  # what counts of it is durable
+            self._journal.close()
         self._release()
+
+
+class _Lock:
+    """One locked file of a ledger, with the holder's words in it. Raises PartlyDone where another process holds it,
+    FileNotFoundError where its folder went meanwhile."""
+
+    def __init__(self, path: Path, text: str, *, shared: bool, wait: bool) -> None:
+        self._path = path
+        try:
+            self._file = open(path, "a+", encoding="utf-8", errors="surrogateescape")  # noqa: SIM115 - held
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise refusal(error, path, "write") from error
+        try:
+            with disk_errors(path, "lock"):
+                self._held = self._taken(shared, wait)
+            with disk_errors(path, "write"):
+                self._file.seek(0)
+                self._file.truncate()
+                self._file.write(text)
+                self._file.flush()
+        except BaseException:
+            self.close()
+            raise
+
+    def _taken(self, shared: bool, wait: bool) -> Path | None:
+        self._held = None
+        try:
+            return lock(self._file.fileno(), self._path, shared=shared, wait=wait)
+        except BlockingIOError as error:
+            self._file.seek(0)
+            holder = self._file.read(400).strip() or "another process"
+            gone = f"; if it runs no more, remove {error.filename}" if error.filename else ""
+            raise PartlyDone(
+                f"{self._path.parent.parent} is in use by {holder}",
+                hint=f"wait for it, or stop it and run the same command again{gone}",
+            ) from None
+
+    def is_in_place(self) -> bool:
+        """Whether the file still has its name: the former holder may have removed it. Raises FileNotFoundError."""
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path))
+        except OSError as error:
+            self.close()
+            if error.errno == errno.ENOENT:
+                raise
+            raise refusal(error, self._path) from error
+
+    def is_alone(self) -> bool:
+        with disk_errors(self._path, "lock"):
+            return is_alone(self._file.fileno(), self._path, self._held)
+
+    def close(self) -> None:
+        unlock(self._held)
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+    def __enter__(self) -> _Lock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

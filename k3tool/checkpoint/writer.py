@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import io
 import os
@@ -12,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 from k3tool.checkpoint.header import Header, build_header
+from k3tool.checkpoint.locks import lock, unlock
 from k3tool.disk import UNSUPPORTED, disk_errors, refusal
 from k3tool.errors import PartlyDone
 
@@ -75,6 +75,7 @@ class AtomicFile:
         self.size = 0
         self.sha256 = ""
         self._flushed = 0
+        self._held: Path | None = None
         self._hash = hashlib.sha256()
 
     def __enter__(self) -> AtomicFile:
@@ -88,21 +89,24 @@ class AtomicFile:
         while True:
             file = io.FileIO(os.open(self.partial, os.O_RDWR | os.O_CREAT | CLOEXEC, 0o666), "r+")
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._held = lock(file.fileno(), self.partial)
                 if os.path.samestat(os.fstat(file.fileno()), os.stat(self.partial)):
                     file.truncate(0)
                     return file
-            except BlockingIOError:
+            except BlockingIOError as error:
                 file.close()
+                gone = f"; if it runs no more, remove {error.filename}" if error.filename else ""
                 raise PartlyDone(
                     f"{self.path} is being written by another process",
-                    hint="wait for it, or stop it and run the same command again",
+                    hint=f"wait for it, or stop it and run the same command again{gone}",
                 ) from None
             except FileNotFoundError:
                 pass  # the other process has just finished it
             except BaseException:
+                unlock(self._held)
                 file.close()
                 raise
+            unlock(self._held)
             file.close()
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
@@ -143,6 +147,7 @@ class AtomicFile:
         except BaseException:
             self._discard()
             raise
+        unlock(self._held)
         fsync_folder(self.path.parent)
         self.sha256 = self._hash.hexdigest()
 
@@ -151,6 +156,7 @@ class AtomicFile:
             self._file.close()
         with contextlib.suppress(OSError):
             self.partial.unlink(missing_ok=True)
+        unlock(self._held)
 
 
 class ShardWriter:

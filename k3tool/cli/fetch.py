@@ -123,8 +123,12 @@ def _show_plan(console: Console, result: FetchResult, folder: Path) -> None:
     )
     console.print(
         f"to fetch into {clean(str(folder))}: {result.bytes_needed:,} bytes ({format_bytes(result.bytes_needed)}), "
-        f"free there: {format_bytes(result.bytes_free)}{'' if result.fits else ' - NOT ENOUGH'}",
+        f"free there: {_room(result.bytes_free)}{'' if result.fits else ' - NOT ENOUGH'}",
         markup=False,
     )
     times = [(f"{format_bytes(rate)}/s", format_duration(result.bytes_needed / rate)) for rate in RATES]
     console.print(table(("at", "takes"), times))
+
+
+def _room(free: int | None) -> str:
+    return "not said by the file system" if free is None else format_bytes(free)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from k3tool.errors import K3Error
-from k3tool.events import SILENT, Progress
+from k3tool.events import SILENT, Progress, listen
 from k3tool.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class Output:
         self.json = json
         self.quiet = quiet
         self.progress: Progress = SILENT if quiet else _Bars() if _interactive() else _Lines()
+        listen(self.progress)
 
     def __enter__(self) -> Output:
         return self

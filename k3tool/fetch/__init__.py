@@ -68,11 +68,11 @@ class FetchResult:
     unproven: list[str] = field(default_factory=list)
     dry_run: bool = False
     bytes_needed: int = 0
-    bytes_free: int = 0
+    bytes_free: int | None = None
 
     @property
     def fits(self) -> bool:
-        return self.bytes_needed <= self.bytes_free
+        return self.bytes_free is None or self.bytes_needed <= self.bytes_free
 
     @property
     def bytes_total(self) -> int:
@@ -251,7 +251,7 @@ class _Fetch:
         return extra
 
     def _planned(
-        self, targets: list[Target], partial: dict[str, int], whole: dict[str, int], needed: int, free: int
+        self, targets: list[Target], partial: dict[str, int], whole: dict[str, int], needed: int, free: int | None
     ) -> FetchResult:
         def status(name: str) -> str:
             return "kept" if name in whole else "resumed" if name in partial else "fetched"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from k3tool.checkpoint.ledger import LEDGER_FOLDER
 from k3tool.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, load_manifest
+from k3tool.disk import disk_errors, free_bytes
 from k3tool.errors import CapacityError, CheckpointCorrupt, UsageError
 from k3tool.fetch.partial import partial_path, trusted_length
 from k3tool.fetch.target import Target
@@ -40,7 +40,8 @@ def survey(folder: Path, targets: Iterable[Target], synced: Mapping[str, tuple[i
     found = Survey()
     for target in targets:
         path = folder / target.name
-        size = path.stat().st_size if path.is_file() else None
+        with disk_errors(path):
+            size = path.stat().st_size if path.is_file() else None
         if size == target.size:
             found.whole[target.name] = target.size
             continue
@@ -54,17 +55,17 @@ def survey(folder: Path, targets: Iterable[Target], synced: Mapping[str, tuple[i
     return found
 
 
-def free_space(folder: Path) -> int:
-    """Bytes that may still be written where `folder` is or will be."""
+def free_space(folder: Path) -> int | None:
+    """Bytes that may still be written where `folder` is or will be; None where the file system does not say."""
     place = folder.absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
-    return shutil.disk_usage(place).free
+    return free_bytes(place)
 
 
-def check_space(folder: Path, needed: int, free: int) -> None:
+def check_space(folder: Path, needed: int, free: int | None) -> None:
     """Raises CapacityError where `needed` more bytes do not fit."""
-    if needed > free:
+    if free is not None and needed > free:
         raise CapacityError(
             f"{folder}: {format_bytes(needed)} ({needed} bytes) still to fetch, {format_bytes(free)} ({free} bytes) free",
             hint="free space, name a folder on another disk, or fetch less (--text-only, --layers, --include)",
@@ -131,8 +132,9 @@ def remove_replaced(folder: Path, before: Manifest | None, targets: Iterable[str
     inside = folder.resolve()
     for name in set(before.files if before else ()) - set(targets):
         path = folder / name
-        if path.is_file() and inside in path.resolve().parents:
-            path.unlink()
+        with disk_errors(path, "remove"):
+            if path.is_file() and inside in path.resolve().parents:
+                path.unlink()
 
 
 def another_commit(folder: Path, before: str, now: str, verb: str) -> UsageError:
