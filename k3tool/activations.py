@@ -11,6 +11,7 @@ Nothing here imports torch. What a file says is checked before it is used.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from k3tool.checkpoint.header import TensorSpec, header_length, parse_header
 from k3tool.checkpoint.writer import ShardWriter
 from k3tool.config import K3Config
+from k3tool.disk import disk_errors, refusal
 from k3tool.errors import CheckpointCorrupt, CheckpointMissing, UnsupportedError
 from k3tool.names import parse_name
 
@@ -67,7 +69,8 @@ class Activations:
         self.model = model
         self._specs = specs
         self._data_start = data_start
-        self._identity = _identity(os.stat(path))
+        with disk_errors(path):
+            self._identity = _identity(os.stat(path))
         self._held: dict[str, NDArray[np.float32]] = {}
 
     @classmethod
@@ -80,6 +83,8 @@ class Activations:
                 length = header_length(file.read(8), size, where=str(path))
                 header = parse_header(file.read(length), file_size=size, where=str(path))
         except OSError as error:
+            if error.errno != errno.ENOENT:
+                raise refusal(error, path) from error
             raise CheckpointMissing(f"cannot read activations {path}: {error.strerror}", hint=AGAIN) from None
         except CheckpointCorrupt as error:
             raise CheckpointCorrupt(error.message, hint=AGAIN) from None
@@ -103,7 +108,7 @@ class Activations:
     def sha256(self) -> str:
         """Of the whole file: what is made with it depends on it."""
         digest = hashlib.sha256()
-        with open(self.path, "rb", buffering=0) as file:
+        with disk_errors(self.path), open(self.path, "rb", buffering=0) as file:
             while block := file.read(READ_BYTES):
                 digest.update(block)
         return digest.hexdigest()
@@ -173,7 +178,7 @@ class Activations:
         return spec
 
     def _read(self, spec: TensorSpec, offset: int, length: int) -> bytes:
-        with open(self.path, "rb", buffering=0) as file:
+        with disk_errors(self.path), open(self.path, "rb", buffering=0) as file:
             if _identity(os.fstat(file.fileno())) != self._identity:
                 raise _corrupt(f"{self.path} has changed while it was in use")
             data = os.pread(file.fileno(), length, self._data_start + spec.start + offset)

@@ -7,11 +7,13 @@ beyond the architecture is kept untouched in `raw`, so that a rewritten configur
 
 from __future__ import annotations
 
+import errno
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from k3tool.disk import refusal
 from k3tool.errors import CheckpointCorrupt, CheckpointMissing
 
 LayerKind = Literal["kda", "mla"]
@@ -149,6 +151,8 @@ class K3Config:
                 raise CheckpointCorrupt(f"{path}: {size} bytes is no configuration", hint="name a config.json")
             text = path.read_bytes()
         except OSError as error:
+            if error.errno != errno.ENOENT:
+                raise refusal(error, path) from error
             raise CheckpointMissing(
                 f"cannot read {path}: {error.strerror}", hint="name a checkpoint folder with a config.json"
             ) from None

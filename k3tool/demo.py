@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from k3tool.checkpoint.writer import write_atomic
+from k3tool.disk import make_folder
 from k3tool.errors import CheckFailed, UsageError
 from k3tool.events import SILENT, Progress
 
@@ -64,7 +65,7 @@ def prepare(folder: Path, progress: Progress = SILENT) -> None:
 
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file", hint="name a folder that is new or empty")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     if any(folder.iterdir()) and not (folder / MARKER).is_file():
         raise UsageError(f"{folder} holds something that is not a demo", hint="name a folder that is new or empty")
     write_atomic(folder / MARKER, b"written by k3tool demo; the next demo here starts over\n")

@@ -93,7 +93,9 @@ def refusal(error: OSError, path: object, doing: str = "read", *, again: str = G
         return UsageError(cause, hint=_other_path(number, path), **details)
     if number in TOO_MANY_OPEN:
         return CapacityError(
-            cause, hint="raise the number of open files (ulimit -n 4096; ulimit -Hn is the most), " + again, **details
+            cause,
+            hint="raise the number of open files (ulimit -n 4096; ulimit -Hn is the most), then " + again,
+            **details,
         )
     if number in NO_MEMORY:
         return CapacityError(cause, hint=f"free memory, or give fewer --max-workers, then {again}", **details)

@@ -22,6 +22,7 @@ from k3tool.checkpoint.source import Source
 from k3tool.checkpoint.table import Tensors
 from k3tool.checkpoint.writer import AtomicFile
 from k3tool.destination import check_space, clear, guard
+from k3tool.disk import make_folder
 from k3tool.errors import CapacityError, PartlyDone, UsageError
 from k3tool.events import SILENT, Progress
 from k3tool.memory import peak_bytes
@@ -125,7 +126,7 @@ def execute(
     wanted = plan.select(only) if only else plan.jobs
     guard(dest, tensors.source, plan, overwrite=options.overwrite)
     workers, buffer_bytes = allowance(wanted, tensors.source, options)
-    dest.mkdir(parents=True, exist_ok=True)
+    make_folder(dest)
     with Ledger(dest, plan.id, plan.command, overwrite=options.overwrite, part=_share(wanted, options, only)) as ledger:
         if options.overwrite:
             clear(dest)
@@ -311,7 +312,7 @@ class _Run:
 
 def write_small(path: Path, data: bytes | Callable[[], Iterable[bytes]]) -> FileRecord:
     """Write a file whole or not at all, from bytes or from an iterable of them."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     with AtomicFile(path) as file:
         chunks: Iterator[bytes] = iter((data,)) if isinstance(data, bytes) else iter(data())
         for chunk in chunks:

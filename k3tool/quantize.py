@@ -20,6 +20,7 @@ from k3tool.checkpoint.reader import CONFIG_NAME
 from k3tool.checkpoint.source import Source, open_source
 from k3tool.checkpoint.writer import write_atomic
 from k3tool.config import K3Config
+from k3tool.disk import disk_errors
 from k3tool.errors import CheckFailed, UsageError
 from k3tool.events import SILENT, Progress
 from k3tool.execute import Options, Report, SmallFile, execute
@@ -362,7 +363,7 @@ def read_back(folder: Path, files: Mapping[str, FileRecord]) -> None:
     """Compare every written file with its digest. Raises CheckFailed naming the first that differs."""
     for name, record in sorted(files.items()):
         digest = hashlib.sha256()
-        with open(folder / name, "rb", buffering=0) as file:
+        with disk_errors(folder / name), open(folder / name, "rb", buffering=0) as file:
             while block := file.read(8 << 20):
                 digest.update(block)
         if digest.hexdigest() != record.sha256:

@@ -17,6 +17,7 @@ from typing import Any
 from k3tool.checkpoint.reader import Located, read_header
 from k3tool.checkpoint.source import LocalSource
 from k3tool.checkpoint.table import Tensors
+from k3tool.disk import disk_errors
 from k3tool.errors import CheckFailed
 from k3tool.execute import BUFFER_BYTES, Options, allowance
 from k3tool.layout import Layout
@@ -99,7 +100,8 @@ class _Written:
 
     def __init__(self, dest: Path, jobs: Sequence[FileJob]) -> None:
         self.source = LocalSource(dest)
-        self._sizes = {job.path: (dest / job.path).stat().st_size for job in jobs}
+        with disk_errors(dest, "list"):
+            self._sizes = {job.path: (dest / job.path).stat().st_size for job in jobs}
         self._places: dict[str, Located] = {}
 
     def add(self, job: FileJob) -> None:

@@ -19,7 +19,8 @@ from pathlib import Path
 from k3tool.checkpoint.manifest import FileRecord
 from k3tool.checkpoint.source import LocalSource
 from k3tool.checkpoint.table import TensorTable
-from k3tool.checkpoint.writer import fsync_folder, write_atomic
+from k3tool.checkpoint.writer import fsync_folder, sync_file, write_atomic
+from k3tool.disk import disk_errors
 from k3tool.errors import CheckFailed, CheckpointCorrupt, CheckpointMissing, UsageError
 from k3tool.plan import FileJob, Plan
 from k3tool.transform.reshard import RECLAIMED_NAME
@@ -43,7 +44,9 @@ def read_note(root: Path) -> Note | None:
     if not path.is_file():
         return None
     try:
-        document = json.loads(path.read_bytes())
+        with disk_errors(path):
+            text = path.read_bytes()
+        document = json.loads(text)
         shards = {str(name): int(size) for name, size in document["shards"].items()}
         return Note(str(document["plan"]), str(document["dest"]), shards, bool(document["complete"]))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -63,7 +66,8 @@ class ReclaimedSource(LocalSource):
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
         """Of a freed shard no more than its header, whatever was asked for."""
         if name in self._note.shards and length is not None:
-            length = max(0, min(length, (self.root / name).stat().st_size - offset))
+            with disk_errors(self.root / name):
+                length = max(0, min(length, (self.root / name).stat().st_size - offset))
         return super().read(name, offset, length)
 
 
@@ -132,7 +136,7 @@ class Reclaimer:
         digest = hashlib.sha256()
         buffer = bytearray(READ_BYTES)
         view = memoryview(buffer)
-        with open(self._dest / path, "rb", buffering=0) as file:
+        with disk_errors(self._dest / path), open(self._dest / path, "rb", buffering=0) as file:
             with contextlib.suppress(OSError, AttributeError):  # read the disk, not what was just written to memory
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             while got := file.readinto(view):
@@ -147,9 +151,10 @@ class Reclaimer:
     def _free(self, shard: str) -> None:
         self._freed[shard] = self._sizes[shard]
         self._write_note(complete=False)
-        with open(self._root / shard, "r+b", buffering=0) as file:
+        path = self._root / shard
+        with disk_errors(path, "cut"), open(path, "r+b", buffering=0) as file:
             os.truncate(file.fileno(), self._headers[shard])
-            os.fsync(file.fileno())
+            sync_file(file.fileno(), path)
 
     def _write_note(self, *, complete: bool) -> None:
         document = {
@@ -172,8 +177,10 @@ def finish_note(root: Path) -> bool:
     if note is None or not note.complete:
         return False
     for shard in note.shards:
-        (root / shard).unlink(missing_ok=True)
-    (root / RECLAIMED_NAME).unlink()
+        with disk_errors(root / shard, "remove"):
+            (root / shard).unlink(missing_ok=True)
+    with disk_errors(root / RECLAIMED_NAME, "remove"):
+        (root / RECLAIMED_NAME).unlink()
     fsync_folder(root)
     return True
 

@@ -21,6 +21,7 @@ from k3tool.checkpoint.index import INDEX_NAME, build_index
 from k3tool.checkpoint.reader import CONFIG_NAME
 from k3tool.checkpoint.writer import ShardWriter, write_atomic
 from k3tool.config import K3Config
+from k3tool.disk import make_folder
 from k3tool.errors import UsageError
 from k3tool.events import SILENT, Progress
 
@@ -209,7 +210,7 @@ def write_checkpoint(
     """
     parsed = K3Config.from_dict(config)
     layout = catalog(parsed)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     weight_map: dict[str, str] = {}
     progress.started("write", layout.total_size)
     for shard, entries in _by_shard(layout.entries):

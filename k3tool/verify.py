@@ -19,6 +19,7 @@ from k3tool.checkpoint.index import INDEX_NAME
 from k3tool.checkpoint.manifest import FileRecord, Manifest, load_manifest
 from k3tool.checkpoint.reader import CONFIG_NAME, Checkpoint
 from k3tool.checkpoint.source import LocalSource
+from k3tool.disk import refusal
 from k3tool.errors import CheckpointCorrupt, CheckpointMissing, K3Error
 from k3tool.events import SILENT, Progress
 from k3tool.garbage import collector_paused
@@ -349,6 +350,9 @@ class _Reading:
 
     def add(self, report: VerifyReport, file: FileReport, proof: Proof | OSError) -> None:
         if isinstance(proof, OSError):
+            refused = refusal(proof, self.book.folder / file.name)
+            if not isinstance(refused, (CheckpointCorrupt, CheckpointMissing)):
+                raise refused from proof  # it may be whole: this process cannot read it
             _fail(report, file, f"{file.name} cannot be read: {proof.strerror or proof}", "corrupt")
             return
         report.bytes_read += proof.size

@@ -23,6 +23,7 @@ from k3tool.checkpoint.header import build_header
 from k3tool.checkpoint.ranges import Range, Reader
 from k3tool.checkpoint.table import Tensors
 from k3tool.checkpoint.writer import AtomicFile
+from k3tool.disk import make_folder
 from k3tool.plan import Compute, Copy, FileJob, Literal, Region, Step, Zeros
 from k3tool.transform.base import AHEAD_BYTES, Blocks
 
@@ -325,7 +326,7 @@ class Worker(StepRunner):
         with ExitStack() as stack:
             for job in jobs:
                 path = self._dest / job.path
-                path.parent.mkdir(parents=True, exist_ok=True)
+                make_folder(path.parent)
                 files.append(stack.enter_context(AtomicFile(path)))
                 files[-1].write(_head(job))
             for steps, following in _with_next(_in_step(jobs)):

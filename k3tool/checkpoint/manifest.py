@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from k3tool.checkpoint.writer import write_atomic
+from k3tool.disk import disk_errors
 from k3tool.errors import CheckpointCorrupt
 
 MANIFEST_NAME = "k3tool-manifest.json"
@@ -48,7 +49,7 @@ class Manifest:
             **self.extra,
             "files": {name: {"size": r.size, "sha256": r.sha256} for name, r in sorted(self.files.items())},
         }
-        return json.dumps(document, indent=1, ensure_ascii=False).encode() + b"\n"
+        return json.dumps(document, indent=1, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
 
 
 def load_manifest(folder: Path) -> Manifest | None:
@@ -57,7 +58,9 @@ def load_manifest(folder: Path) -> Manifest | None:
     if not path.is_file():
         return None
     try:
-        document = json.loads(path.read_bytes())
+        with disk_errors(path):
+            text = path.read_bytes()
+        document = json.loads(text)
         files = {name: FileRecord(int(r["size"]), r["sha256"]) for name, r in document["files"].items()}
         if not all(_HEX.fullmatch(record.sha256) for record in files.values()):
             raise ValueError("a digest is not 64 hexadecimal digits")

@@ -6,13 +6,13 @@ and lie near each other become one request; no byte is requested twice in a row.
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from k3tool.checkpoint.source import Source, read_exactly
+from k3tool.checkpoint.source import Source, read_exactly, unreadable
+from k3tool.disk import TOO_MANY_OPEN, UNSUPPORTED, disk_errors
 from k3tool.errors import CheckpointCorrupt
 
 REMOTE_GAP = 1 << 20  # between wanted ranges of a remote file: nearer than this, one request is cheaper than two
@@ -58,14 +58,15 @@ class Reader:
 
     def _read_local(self, shard: str, offset: int, buffer: memoryview) -> None:
         descriptor, where = self._descriptor(shard), f"{self.source.label}/{shard}"
-        if self._uncached and len(buffer) >= LEAST_UNCACHED:
-            try:
-                return read_exactly(descriptor, offset, buffer, where=where, flags=self._uncached)
-            except OSError as error:
-                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                    raise
-                self._uncached = 0  # this kernel or this file system has no such thing
-        read_exactly(descriptor, offset, buffer, where=where)
+        with disk_errors(where):
+            if self._uncached and len(buffer) >= LEAST_UNCACHED:
+                try:
+                    return read_exactly(descriptor, offset, buffer, where=where, flags=self._uncached)
+                except OSError as error:
+                    if error.errno not in UNSUPPORTED:
+                        raise
+                    self._uncached = 0  # this kernel or this file system has no such thing
+            read_exactly(descriptor, offset, buffer, where=where)
 
     def _descriptor(self, shard: str) -> int:
         descriptor = self._open.pop(shard, None)
@@ -75,20 +76,29 @@ class Reader:
             path = self.source.local_path(shard)
             assert path is not None, "a source is local as a whole or not at all"
             try:
-                descriptor = os.open(path, os.O_RDONLY)
-            except OSError:
-                self.source.read(shard, 0, 0)  # says what is wrong in the source's own words
-                raise
-            self._seen.setdefault(shard, (path, os.fstat(descriptor)))
+                descriptor = self._opened(path)
+                self._seen.setdefault(shard, (path, os.fstat(descriptor)))
+            except OSError as error:
+                raise unreadable(path, error) from error
         self._open[shard] = descriptor
         self._used.add(shard)
         return descriptor
+
+    def _opened(self, path: Path) -> int:
+        try:
+            return os.open(path, os.O_RDONLY)
+        except OSError as error:
+            if error.errno not in TOO_MANY_OPEN or not self._open:
+                raise
+        self.close()  # the kept descriptors are a convenience
+        return os.open(path, os.O_RDONLY)
 
     def check_unchanged(self) -> None:
         """Raises CheckpointCorrupt where a local file read since the last call has become another meanwhile."""
         for shard in self._used:
             path, before = self._seen[shard]
-            now = path.stat()
+            with disk_errors(path):
+                now = path.stat()
             if (now.st_size, now.st_mtime_ns, now.st_ino) != (before.st_size, before.st_mtime_ns, before.st_ino):
                 raise CheckpointCorrupt(
                     f"{path} changed while it was being read ({before.st_size} bytes, now {now.st_size})",

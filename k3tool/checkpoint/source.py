@@ -6,13 +6,15 @@ Plans, transforms and the engine know only this protocol; whether a range crosse
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from k3tool.errors import CheckpointCorrupt, CheckpointMissing, UsageError
+from k3tool.disk import disk_errors, refusal
+from k3tool.errors import CheckpointCorrupt, CheckpointMissing, K3Error, UsageError
 
 _REPO = re.compile(
     r"(?:hf://)?(?P<repo>[\w][\w.-]{0,95}/[\w][\w.-]{0,95})(?:@(?P<revision>[\w][\w./-]{0,199}))?", re.ASCII
@@ -56,7 +58,7 @@ class LocalSource:
             )
 
     def files(self) -> dict[str, int]:
-        with os.scandir(self.root) as entries:
+        with disk_errors(self.root, "list"), os.scandir(self.root) as entries:
             return {
                 entry.name: entry.stat().st_size for entry in sorted(entries, key=lambda e: e.name) if entry.is_file()
             }
@@ -67,7 +69,7 @@ class LocalSource:
                 size = os.fstat(file.fileno()).st_size
                 buffer = bytearray(max(0, size - offset) if length is None else length)
         except OSError as error:
-            raise _missing(self.root / name, error) from None
+            raise unreadable(self.root / name, error) from error
         self.read_into(name, offset, memoryview(buffer))
         return bytes(buffer)
 
@@ -77,7 +79,7 @@ class LocalSource:
             with open(path, "rb", buffering=0) as file:
                 read_exactly(file.fileno(), offset, buffer, where=str(path))
         except OSError as error:
-            raise _missing(path, error) from None
+            raise unreadable(path, error) from error
 
     def local_path(self, name: str) -> Path | None:
         return self.root / name
@@ -137,7 +139,10 @@ def opened_source(text: str | Path | Source) -> Iterator[Source]:
             close()
 
 
-def _missing(path: Path, error: OSError) -> CheckpointMissing:
+def unreadable(path: Path, error: OSError) -> K3Error:
+    """Why a file of a checkpoint cannot be read: CheckpointMissing only where it is not there."""
+    if error.errno != errno.ENOENT:
+        return refusal(error, path)
     return CheckpointMissing(
         f"cannot read {path}: {error.strerror}", hint="fetch the missing file (k3tool fetch keeps the good ones)"
     )

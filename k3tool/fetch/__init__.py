@@ -139,7 +139,7 @@ def fetch(
         workers = _workers(max_workers or DEFAULT_WORKERS, max_memory)
         return _Fetch(request, source, workers, tuple(map(Path, reuse)), progress).run(dry_run)
     except OSError as error:
-        raise refusal(error, error.filename or request.folder, "write") from error
+        raise refusal(error, error.filename or request.folder, "use") from error
     finally:
         source.close()
 

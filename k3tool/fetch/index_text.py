@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from k3tool.checkpoint.index import INDEX_NAME
+from k3tool.disk import disk_errors
 from k3tool.errors import CheckFailed
 from k3tool.fetch.partial import Digests
 from k3tool.hub import HubSource, RemoteFile
@@ -16,7 +17,7 @@ BLOCK = 1 << 20
 
 def from_folder(folder: Path) -> Callable[[], Iterator[bytes]]:
     def blocks() -> Iterator[bytes]:
-        with open(folder / INDEX_NAME, "rb") as file:
+        with disk_errors(folder / INDEX_NAME), open(folder / INDEX_NAME, "rb") as file:
             while block := file.read(BLOCK):
                 yield block
 

@@ -13,6 +13,7 @@ from k3tool.checkpoint.ledger import Ledger
 from k3tool.checkpoint.manifest import FileRecord
 from k3tool.checkpoint.reader import CONFIG_NAME
 from k3tool.config import K3Config
+from k3tool.disk import disk_errors
 from k3tool.errors import CheckFailed, CheckpointCorrupt, CheckpointMissing, K3Error, UsageError
 from k3tool.events import Progress
 from k3tool.fetch.folder import manifest_of
@@ -118,7 +119,8 @@ class Session:
 
     def _check_one(self, target: Target) -> None:
         path = self.folder / target.name
-        size = path.stat().st_size
+        with disk_errors(path):
+            size = path.stat().st_size
         if size != target.size:
             self._replace(target, f"has {size} bytes, expected {target.size}")
         elif not self.verify:
@@ -153,7 +155,8 @@ class Session:
                 hint="name an empty folder, or add --overwrite to replace it",
             )
         self.progress.warn(f"{target.name} {problem}; fetching it again")
-        path.unlink()
+        with disk_errors(path, "remove"):
+            path.unlink()
 
     def _keep(self, target: Target, sha256: str | None, origin: str = "disk") -> None:
         proven = proof(target, self.verify and sha256 is not None)
@@ -165,7 +168,7 @@ class Session:
     def _check_headers_present(self, structure: Structure) -> None:
         for name, outcome in list(self.outcomes.items()):
             if outcome.status == "kept" and name.endswith(".safetensors") and self.targets[name].expected is not None:
-                with open(self.folder / name, "rb") as file:
+                with disk_errors(self.folder / name), open(self.folder / name, "rb") as file:
                     prefix = file.read(8)
                     length = int.from_bytes(prefix, "little")
                     text = file.read(min(length, outcome.size))
@@ -258,7 +261,8 @@ def structure_of(session: Session) -> Structure | None:
             f"{label} has no {CONFIG_NAME}, so it is no Kimi K3 checkpoint", hint="check the name of the repository"
         )
     if CONFIG_NAME in session.outcomes:
-        text = (session.folder / CONFIG_NAME).read_bytes()
+        with disk_errors(session.folder / CONFIG_NAME):
+            text = (session.folder / CONFIG_NAME).read_bytes()
     else:
         text = read_proven(session.source, CONFIG_NAME)
     config = K3Config.from_bytes(text, where=f"{label}/{CONFIG_NAME}")

@@ -20,7 +20,8 @@ from torch import Tensor
 from k3tool.catalog import count
 from k3tool.checkpoint.header import TensorSpec
 from k3tool.checkpoint.reader import Checkpoint, Located
-from k3tool.checkpoint.source import Source
+from k3tool.checkpoint.source import Source, unreadable
+from k3tool.disk import disk_errors
 from k3tool.errors import CheckpointCorrupt, CheckpointMissing
 from k3tool.events import Progress
 from k3tool.names import parse_name
@@ -227,7 +228,7 @@ def scatter(source: Source, shard: str, reads: list[tuple[int, memoryview]], pro
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError as error:
-        raise _missing(f"cannot read {path}: {error.strerror}") from None
+        raise unreadable(path, error) from error
     try:
         run: list[memoryview] = []
         start = end = size = 0
@@ -251,7 +252,8 @@ def _read_run(descriptor: int, offset: int, buffers: list[memoryview], path: str
     wanted = sum(len(buffer) for buffer in buffers)
     done = 0
     while done < wanted:
-        got = os.preadv(descriptor, buffers, offset + done)
+        with disk_errors(path):
+            got = os.preadv(descriptor, buffers, offset + done)
         if got == 0:
             raise CheckpointCorrupt(
                 f"{path} is truncated: it ends at {offset + done}, needed up to {offset + wanted}",

@@ -14,6 +14,7 @@ What is not named is not touched. A recipe is TOML:
 
 from __future__ import annotations
 
+import errno
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from k3tool.disk import refusal
 from k3tool.errors import CheckpointMissing, UsageError
 from k3tool.names import TensorName
 from k3tool.units import parse_ranges
@@ -128,6 +130,8 @@ def _read(path: Path) -> bytes:
         with open(path, "rb") as file:
             return file.read(MAX_RECIPE_BYTES)
     except OSError as error:
+        if error.errno != errno.ENOENT:
+            raise refusal(error, path) from error
         raise CheckpointMissing(
             f"cannot read recipe {path}: {error.strerror}", hint="name a TOML file, or use --experts and --latent"
         ) from None

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from k3tool.checkpoint import ranges
 from k3tool.checkpoint.ranges import LEAST_UNCACHED, Reader, merge_ranges
 from k3tool.checkpoint.source import LocalSource
+from k3tool.errors import CheckpointCorrupt
 from tests.transform.cases import MemorySource
 
 RANGES = st.lists(
@@ -82,7 +83,7 @@ def test_reads_past_the_page_cache_fall_back_where_there_is_no_such_thing(tmp_pa
     reader.close()
     number = errno.EIO
     reader = Reader(LocalSource(tmp_path), 1)
-    with pytest.raises(OSError, match="no"):
+    with pytest.raises(CheckpointCorrupt, match="no"):
         reader.read_into("a", 0, memoryview(buffer))
     reader.close()
 

@@ -343,7 +343,7 @@ def test_a_folder_that_may_not_be_written(hub: StandIn, tmp_path: Path, monkeypa
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.state))
 
     monkeypatch.setattr(Ledger, "__enter__", denied)
-    with pytest.raises(UsageError, match=r"cannot write .*out/.k3tool: Permission denied") as refusal:
+    with pytest.raises(UsageError, match=r"cannot use .*out/.k3tool: Permission denied") as refusal:
         fetch(REPO, tmp_path / "out")
     assert refusal.value.exit_code == 2
 
