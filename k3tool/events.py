@@ -53,7 +53,7 @@ _host = _Host()
 
 
 def listen(progress: Progress) -> None:
-    """From here on `progress` hears what `warn_once` says."""
+    """From here on `progress` hears what `warn_once` and `aside` say."""
     _host.progress = progress
     _host.said.clear()
 
@@ -63,3 +63,8 @@ def warn_once(text: str, about: str) -> None:
     if about not in _host.said:
         _host.said.add(about)
         _host.progress.warn(text)
+
+
+def aside(text: str) -> None:
+    """One line about what goes on now (a wait for a server), from where no `Progress` is at hand. Any thread."""
+    _host.progress.item(text)

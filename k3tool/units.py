@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from k3tool.errors import UsageError
 
@@ -40,6 +41,17 @@ def parse_ranges(text: str, *, what: str, limit: int | None = None) -> tuple[int
             )
         values.update(range(first, last + 1))
     return tuple(sorted(values))
+
+
+def format_ranges(values: Iterable[int]) -> str:
+    """The shortest way to write a list of numbers: (0, 1, 2, 7) as `0-2,7`."""
+    runs: list[list[int]] = []
+    for value in sorted(set(values)):
+        if runs and value == runs[-1][1] + 1:
+            runs[-1][1] = value
+        else:
+            runs.append([value, value])
+    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
 
 
 def format_bytes(count: float) -> str:

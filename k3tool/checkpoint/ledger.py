@@ -54,6 +54,7 @@ class Ledger:
         a journal of its own and sees the others' finished files; a process without a part excludes all others.
     done: finished files that are still as they were recorded. synced: file to (durable bytes, boot id).
     notes: what was recorded beside a finished file (JSON).
+    is_new: no earlier run of this job was recorded here.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Ledger:
         self.synced: dict[str, tuple[int, str]] = {}
         self.notes: dict[str, Any] = {}
         self.part = part
+        self.is_new = False
         self._locks: list[_Lock] = []
         self._write_lock = threading.Lock()
 
@@ -151,6 +153,7 @@ class Ledger:
                 self.facts = dict(job.get("facts") or {})
                 return
         document = {"id": self.identity, "command": self.command, "facts": self.facts}
+        self.is_new = True
         write_atomic(path, json.dumps(document).encode())
 
     def _clear(self) -> None:
@@ -205,6 +208,12 @@ class Ledger:
     def _append(self, entry: Mapping[str, Any]) -> None:
         with disk_errors(self.state / self._journal_name, "write"), self._write_lock:
             self._journal.write(json.dumps(entry).encode() + b"\n")
+
+    def abandon(self) -> None:
+        """The job is refused before it did anything: no claim stays, nor a folder that was made for it alone."""
+        shutil.rmtree(self.state, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self.folder.rmdir()
 
     def complete(self) -> None:
         """The job is whole: nothing of the ledger stays."""

@@ -9,7 +9,7 @@ was proven and against what. Files are described in `target`, moved in `transfer
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,16 @@ from k3tool.checkpoint.ledger import Ledger, job_id, read_marks
 from k3tool.checkpoint.reader import CONFIG_NAME
 from k3tool.config import K3Config
 from k3tool.disk import refusal
-from k3tool.errors import CapacityError, K3Error
+from k3tool.errors import CapacityError, CheckpointCorrupt, CheckpointMissing, K3Error, UsageError
 from k3tool.events import SILENT, Progress
 from k3tool.fetch.folder import (
+    LAYER_LIMIT,
     another_commit,
     check_space,
     free_space,
     guard_folder,
     is_same_work,
+    other_partials,
     remove_replaced,
     survey,
     write_manifest,
@@ -40,7 +42,7 @@ from k3tool.fetch.target import Target, whole_file
 from k3tool.fetch.transfer import Outcome
 from k3tool.hub import HubSource, Listing, RetryPolicy
 from k3tool.hub.retry import Clock
-from k3tool.units import format_bytes, parse_ranges, parse_size
+from k3tool.units import format_bytes, format_ranges, parse_ranges, parse_size
 
 __all__ = ["FetchResult", "fetch"]
 
@@ -56,7 +58,8 @@ class FetchResult:
     """What was done, or for a dry run what would be. Sizes in bytes.
 
     verified: what the files were compared with: `sha256` and `git-sha1` of the Hub's list, `release-sha256` of the
-    built-in table, `headers` against index and configuration, `sizes` alone.
+    built-in table, `headers` against index and configuration, `sizes` alone. files_unfinished, bytes_unfinished: what
+    an earlier, wider choice of files had begun and this one did not ask for; it is kept.
     """
 
     repo: str
@@ -69,6 +72,8 @@ class FetchResult:
     dry_run: bool = False
     bytes_needed: int = 0
     bytes_free: int | None = None
+    files_unfinished: int = 0
+    bytes_unfinished: int = 0
 
     @property
     def fits(self) -> bool:
@@ -91,6 +96,8 @@ class FetchResult:
             "seconds": round(self.seconds, 3),
             "verified": self.verified,
             "unproven": self.unproven,
+            "files_unfinished": self.files_unfinished,
+            "bytes_unfinished": self.bytes_unfinished,
         }
         if self.dry_run:
             document |= {
@@ -133,6 +140,8 @@ def fetch(
     policy, clock: patience with the network. Raises UsageError, PartlyDone (the folder is in use), CheckFailed (a
     digest differs twice), CheckpointMissing, CheckpointCorrupt, CapacityError, RemoteError.
     """
+    if layers is not None:
+        layers = format_ranges(parse_ranges(layers, what="layers", limit=LAYER_LIMIT))
     request = _Request(repo, Path(local_dir), tuple(include), tuple(exclude), layers, text_only, verify, overwrite)
     source = HubSource(repo, revision, endpoint=endpoint, token=token, policy=policy, clock=clock, tell=progress.warn)
     try:
@@ -209,13 +218,19 @@ class _Fetch:
             try:
                 outcomes = session.run(ledger)
             except K3Error as error:
-                raise error.with_document(self._document(session)) from None
+                document = self._document(session)
+                refused = isinstance(error, (CheckpointCorrupt, CheckpointMissing, UsageError))
+                if refused and "errno" not in error.details and ledger.is_new and not request.overwrite:
+                    session.undo()
+                raise error.with_document(document) from None
             before = session.manifest
             write_manifest(request.folder, request.repo, listing.commit, outcomes, session.targets, self._extra())
             if before is not None and not is_same_work(before, request.repo, self._extra()):
                 remove_replaced(request.folder, before, session.targets)
-            ledger.complete()
-        return self._result(outcomes, is_release)
+            unfinished = other_partials(ledger.state, session.targets)
+            if not unfinished:
+                ledger.complete()
+        return self._result(outcomes, is_release, unfinished)
 
     @property
     def _shrinks(self) -> bool:
@@ -224,8 +239,12 @@ class _Fetch:
     def _targets(self, listing: Listing) -> list[Target]:
         request, source = self.request, self.source
         if not self._shrinks:
-            wanted = select(listing.files, request.include, request.exclude, source.label)
+            wanted = select(listing.files, request.include, request.exclude, source.label, self.progress.warn)
             return [whole_file(name, file) for name, file in wanted.items()]
+        if self.reuse:
+            self.progress.warn(
+                "--reuse takes over whole files only: shards that are made of parts come over the network"
+            )
         config_text = read_proven(source, CONFIG_NAME)
         config = K3Config.from_bytes(config_text, where=f"{source.label}/{CONFIG_NAME}")
         layers = None
@@ -239,7 +258,7 @@ class _Fetch:
 
         made = Shrinker(source, structure, choice, index).targets(json.loads(config_text), self.workers)
         rest = {n: f for n, f in listing.files.items() if n not in shards and n not in (CONFIG_NAME, INDEX_NAME)}
-        others = select(rest, request.include, request.exclude, source.label) if rest else {}
+        others = select(rest, request.include, request.exclude, source.label, self.progress.warn) if rest else {}
         return [*made, *(whole_file(name, file) for name, file in others.items())]
 
     def _extra(self) -> dict[str, object]:
@@ -267,7 +286,7 @@ class _Fetch:
             bytes_free=free,
         )
 
-    def _result(self, outcomes: list[Outcome], is_release: bool) -> FetchResult:
+    def _result(self, outcomes: list[Outcome], is_release: bool, unfinished: Mapping[Path, int]) -> FetchResult:
         proven = {outcome.proven for outcome in outcomes if outcome.proven}
         verified = sorted(proven)
         if is_release and "sha256" in proven:
@@ -285,6 +304,8 @@ class _Fetch:
             time.monotonic() - self.began,
             verified,
             unproven,
+            files_unfinished=len(unfinished),
+            bytes_unfinished=sum(unfinished.values()),
         )
 
     def _document(self, session: Session) -> dict[str, Any]:

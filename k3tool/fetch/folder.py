@@ -9,12 +9,15 @@ from pathlib import Path
 
 from k3tool.checkpoint.ledger import LEDGER_FOLDER
 from k3tool.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, load_manifest
+from k3tool.checkpoint.writer import PARTIAL_SUFFIX
 from k3tool.disk import disk_errors, free_bytes
 from k3tool.errors import CapacityError, CheckpointCorrupt, UsageError
 from k3tool.fetch.partial import partial_path, trusted_length
 from k3tool.fetch.target import Target
 from k3tool.fetch.transfer import Outcome
-from k3tool.units import format_bytes
+from k3tool.units import format_bytes, format_ranges, parse_ranges
+
+LAYER_LIMIT = 1 << 16
 
 
 @dataclass
@@ -52,6 +55,20 @@ def survey(folder: Path, targets: Iterable[Target], synced: Mapping[str, tuple[i
         if there:
             found.partial[target.name] = there
         found.missing[target.name] = target.size - there
+    return found
+
+
+def other_partials(state: Path, names: Iterable[str]) -> dict[Path, int]:
+    """Unfinished files of this job that are none of `names`, with their lengths; empty ones are removed."""
+    ours = {partial_path(state, name) for name in names}
+    found: dict[Path, int] = {}
+    for path in sorted(state.glob(f"*{PARTIAL_SUFFIX}")):
+        if path in ours or not path.is_file():
+            continue
+        if size := path.stat().st_size:
+            found[path] = size
+        else:
+            path.unlink()
     return found
 
 
@@ -117,8 +134,15 @@ def guard_folder(folder: Path, repo: str, commit: str, made: Mapping[str, object
 
 def is_same_work(manifest: Manifest, repo: str, made: Mapping[str, object]) -> bool:
     """Whether a folder was fetched from this repository in this form (whole, some layers, text only)."""
-    forms = [{key: extra.get(key) for key in ("layers", "text_only")} for extra in (manifest.extra, made)]
+    forms = [(_layers(extra.get("layers")), bool(extra.get("text_only"))) for extra in (manifest.extra, made)]
     return manifest.source == repo and manifest.command == "fetch" and forms[0] == forms[1]
+
+
+def _layers(text: object) -> object:
+    """`0,1` and `0-1` are the same layers. What is no list of layers stays as it is."""
+    with contextlib.suppress(UsageError):
+        return format_ranges(parse_ranges(text, what="layers", limit=LAYER_LIMIT)) if isinstance(text, str) else text
+    return text
 
 
 def _says(made: Mapping[str, object]) -> str:

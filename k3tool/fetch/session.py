@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -100,6 +101,20 @@ class Session:
         if self.failures:
             raise self._failed()
         return [self.outcomes[name] for name in sorted(self.outcomes)]
+
+    def undo(self) -> None:
+        """After a refusal: leave the folder as this run found it, unless there is a shard in it now."""
+        brought = [
+            outcome.name for outcome in self.outcomes.values() if outcome.status != "kept" or outcome.origin != "disk"
+        ]
+        if any(self.targets[name].is_shard for name in brought):
+            return
+        for name in brought:
+            (self.folder / name).unlink(missing_ok=True)
+            for folder in (self.folder / name).relative_to(self.folder).parents:
+                with contextlib.suppress(OSError):
+                    (self.folder / folder).rmdir()
+        self.job.ledger.abandon()
 
     # -- what is here --
 

@@ -183,14 +183,14 @@ def judge_content(refused: Refused, what: str, endpoint: str, *, token_sent: boo
 
 
 def check_path(name: str, what: str) -> str:
-    """A file of a repository must stay inside the folder and must not be one of ours. Raises CheckpointCorrupt."""
+    """A file of a repository must stay inside the folder. Raises CheckpointCorrupt."""
     parts = name.split("/")
     bad = (
         not name
         or len(name) > 1024
         or any(part in ("", ".", "..") or len(part) > 255 or part.endswith((" ", ".")) for part in parts)
         or any(char in '\\:*?"<>|' or ord(char) < 32 or ord(char) == 127 for char in name)
-        or parts[0].lower() in (".k3tool", ".git")
+        or parts[0].lower() == ".git"
         or name.lower().startswith(".cache/huggingface")
     )
     if bad:

@@ -23,12 +23,13 @@ from k3tool.errors import (
     CheckFailed,
     CheckpointCorrupt,
     CheckpointMissing,
+    RemoteError,
     UnsupportedError,
     UsageError,
 )
 from k3tool.fetch import fetch
 from k3tool.fetch.session import check_release
-from k3tool.hub import Listing, RemoteFile
+from k3tool.hub import Listing, RemoteFile, RetryPolicy
 from k3tool.standin import Fault, HubFile, StandIn, serve
 from tests.fetch.conftest import REPO, FakeClock, Recorder, contents, size_of
 from tests.helpers import raw_shard, read_shard_header
@@ -352,3 +353,83 @@ def test_a_file_in_place_of_the_folder(hub: StandIn, tmp_path: Path):
     (tmp_path / "out").write_text("")
     with pytest.raises(UsageError, match="is a file, not a folder"):
         fetch(REPO, tmp_path / "out")
+
+
+def test_records_of_strangers_stay_where_they_are(hub: StandIn, checkpoint: Path, tmp_path: Path, progress: Recorder):
+    mine = tmp_path / "thesis.txt"
+    mine.write_text("mine")
+    note = {"plan": "x", "dest": "/n", "shards": {"../thesis.txt": 4, str(mine): 4}, "complete": True}
+    strange = ["k3tool-reclaimed.json", "k3tool-manifest.json", "k3tool.json", ".k3tool-proofs.jsonl",
+               "k3tool-quantization.json", "x.k3partial", ".k3tool/job.json"]  # fmt: skip
+    files = dict(hub.repos[REPO].files)
+    for name in strange:
+        files[name] = HubFile(name, json.dumps(note).encode())
+    hub.add("org/strange", files)
+    result = fetch("org/strange", tmp_path / "out", progress=progress)
+    assert contents(tmp_path / "out") == contents(checkpoint)
+    assert not {file.name for file in result.files} & set(strange)
+    assert [text for text in progress.warnings if text.startswith("left out, as k3tool writes its own records: ")]
+    assert Checkpoint(LocalSource(tmp_path / "out")).config.num_layers == 8  # whole without any of them
+    manifest = load_manifest(tmp_path / "out")
+    assert manifest is not None and set(manifest.files) == set(contents(checkpoint))
+    with pytest.raises(UsageError, match="nothing of org/strange is left to fetch"):
+        fetch("org/strange", tmp_path / "none", include=["k3tool*.json"])
+    assert mine.read_text() == "mine"
+
+
+@pytest.mark.parametrize("damage", ["config", "index", "header"])
+def test_a_refused_repository_leaves_no_claim(hub: StandIn, checkpoint: Path, tmp_path: Path, damage: str):
+    files = dict(hub.repos[REPO].files)
+    if damage == "config":
+        files["config.json"] = HubFile("config.json", b'{"model_type": "other"}')
+    elif damage == "index":
+        files["model.safetensors.index.json"] = HubFile("model.safetensors.index.json", b'{"weight_map": {}}')
+    else:
+        for name in [name for name in files if name.startswith("model-")]:
+            files[name] = HubFile(name, b"\xff" * files[name].size)
+    hub.add("org/wrong", files)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "notes.txt").write_text("mine")
+    for folder in ("out", "there"):
+        with pytest.raises(CheckpointCorrupt):
+            fetch("org/wrong", tmp_path / folder, max_workers=2)
+    assert not (tmp_path / "out").exists()
+    assert {path.name for path in (tmp_path / "there").iterdir()} == {"notes.txt"}
+    fetch(REPO, tmp_path / "out")  # the right name, in the same folder
+    assert contents(tmp_path / "out") == contents(checkpoint)
+
+
+def test_a_refusal_takes_nothing_that_was_there(hub: StandIn, checkpoint: Path, tmp_path: Path):
+    """What an earlier run had brought stays, whatever a later answer says."""
+    hub.faults.add(Fault("drop", match="model-00003*", after=100_000, times=None))
+    with pytest.raises(RemoteError):
+        fetch(REPO, tmp_path / "out", policy=RetryPolicy(patience_s=0), max_workers=1)
+    hub.faults.clear()
+    before = contents(tmp_path / "out")
+    files = dict(hub.repos[REPO].files)
+    name = "model-00009-of-000011.safetensors"
+    commit = hub.repos[REPO].commit
+    hub.add(REPO, {**files, name: HubFile(name, b"\xff" * files[name].size)}, commit=commit)
+    with pytest.raises(CheckpointCorrupt):
+        fetch(REPO, tmp_path / "out", max_workers=1)
+    after = contents(tmp_path / "out")
+    assert {name for name in before if "/" not in name} <= set(after) and f"{LEDGER_FOLDER}/job.json" in after
+    hub.add(REPO, files, commit=commit)
+    fetch(REPO, tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(checkpoint)
+
+
+def test_foreign_files_in_the_way_leave_no_claim(hub: StandIn, tmp_path: Path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"config\.json is not what org/mini holds"):
+        fetch(REPO, tmp_path / "out")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json"}
+
+
+def test_too_little_space_leaves_no_claim(hub: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(CapacityError):
+        fetch(REPO, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -250,3 +250,45 @@ def test_a_part_and_later_the_rest(hub: StandIn, checkpoint: Path, tmp_path: Pat
     manifest = load_manifest(tmp_path / "out")
     assert manifest is not None and set(manifest.files) == set(contents(checkpoint))
     assert hub.bytes_sent == size_of(checkpoint)
+
+
+def killed_in_the_middle(larger: Path, target: Path, hub: StandIn) -> dict[str, int]:
+    """A fetch of everything, killed while several shards are unfinished: their partials with their lengths."""
+    with runner(hub, target, 4) as run:
+        sent = hub.bytes_sent
+        child = run.start()
+        wait_until_sent(hub, sent + 9_000_000)
+        os.kill(child, signal.SIGKILL)
+        run.wait()
+    return {path.name: path.stat().st_size for path in (target / LEDGER_FOLDER).glob("*.k3partial")}
+
+
+def test_a_small_choice_keeps_what_a_big_one_had_begun(larger: Path, tmp_path: Path):
+    target = tmp_path / "out"
+    with serve(larger, REPO, rate=2.2e6) as hub:
+        before = killed_in_the_middle(larger, target, hub)
+        assert sum(before.values()) > 1_000_000
+        hub.rate = None
+        for include in (["config.json"], ["*.index.json", "config.json"], ["config.json"]):
+            small = fetch(REPO, target, include=include, endpoint=hub.endpoint)
+            kept = {path.name: path.stat().st_size for path in (target / LEDGER_FOLDER).glob("*.k3partial")}
+            assert kept == before
+            assert (small.files_unfinished, small.bytes_unfinished) == (len(before), sum(before.values()))
+        with pytest.raises(UsageError, match="holds the whole model of org/mini, not layers 0-1"):
+            fetch(REPO, target, layers="0-1", endpoint=hub.endpoint, overwrite=False)
+        sent = hub.bytes_sent
+        whole = fetch(REPO, target, endpoint=hub.endpoint)
+        finished = sum(path.stat().st_size for path in target.glob("model-*"))
+        assert hub.bytes_sent - sent <= finished - sum(before.values())
+        assert sum(file.status == "resumed" for file in whole.files) == len(before)
+        assert (whole.files_unfinished, whole.bytes_unfinished) == (0, 0)
+    assert contents(target) == contents(larger)  # and nothing of the ledger is left
+
+
+def test_an_empty_beginning_of_another_choice_is_not_kept(hub: StandIn, checkpoint: Path, tmp_path: Path):
+    hub.faults.add(Fault("refuse", match=SHARD, times=None))
+    with pytest.raises(RemoteError):
+        fetch(REPO, tmp_path / "out", policy=IMPATIENT, max_workers=1)
+    assert (tmp_path / "out" / LEDGER_FOLDER).is_dir()
+    fetch(REPO, tmp_path / "out", include=["config.json"])
+    assert not (tmp_path / "out" / LEDGER_FOLDER).exists()

@@ -27,7 +27,7 @@ from k3tool.names import parse_name
 from k3tool.standin import Fault, StandIn, serve
 from k3tool.synthetic import tiny_config, write_checkpoint
 from k3tool.verify import verify
-from tests.fetch.conftest import REPO, contents, size_of
+from tests.fetch.conftest import REPO, Recorder, contents, size_of
 
 
 def tensors(folder: Path) -> dict[str, bytes]:
@@ -221,6 +221,22 @@ def test_kimi_linear_without_vision(tmp_path: Path):
         fetch(REPO, tmp_path / "out", layers="0,4", endpoint=hub.endpoint)
     is_valid(tmp_path / "out")
     assert tensors(tmp_path / "out") == expected_tensors(folder, [0, 4], vision=True)
+
+
+def test_layers_are_the_same_however_they_are_written(
+    hub: StandIn, checkpoint: Path, tmp_path: Path, progress: Recorder
+):
+    fetch(REPO, tmp_path / "out", layers="0-1")
+    for text in ("0,1", "1,0", " 0 - 1 ", "0-1,1"):
+        again = fetch(REPO, tmp_path / "out", layers=text, reuse=[checkpoint], progress=progress)
+        assert {file.status for file in again.files} == {"kept"}
+    manifest = load_manifest(tmp_path / "out")
+    assert manifest is not None and manifest.extra["layers"] == "0-1"
+    assert sum("--reuse takes over whole files only" in text for text in progress.warnings) == 4
+    with pytest.raises(UsageError, match="holds layers 0-1 of org/mini, not layers 0,2"):
+        fetch(REPO, tmp_path / "out", layers="0,2")
+    with pytest.raises(UsageError, match="does not exist"):
+        fetch(REPO, tmp_path / "out", layers="0-999999999")
 
 
 # -- parts --
