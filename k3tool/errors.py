@@ -9,7 +9,7 @@
     ├── CapacityError       12    not enough disk, memory or device memory
     ├── RemoteError         13    network or Hub failure, authorization included
     ├── UnsupportedError    14    no such device here, or a format or layout this model cannot have
-    └── Interrupted        130    stopped by the user
+    └── Interrupted        130    stopped by the user; 143 by SIGTERM, 129 by SIGHUP
 
 Anything else that escapes is a bug in k3tool: exit code 70 with a traceback.
 """
@@ -88,7 +88,28 @@ class UnsupportedError(K3Error):
 
 
 class Interrupted(K3Error):
+    """A signal ended the work: the exit code is 128 and its number, as a shell has it. number: SIGINT is 2."""
+
     exit_code = EXIT_INTERRUPTED
 
-    def __init__(self, hint: str = "run the same command again: it goes on from here") -> None:
-        super().__init__("interrupted", hint=hint)
+    def __init__(self, hint: str = "run the same command again: it goes on from here", number: int = 2) -> None:
+        words = {15: "terminated (SIGTERM)", 1: "the terminal or session is gone (SIGHUP)"}
+        super().__init__(words.get(number, "interrupted"), hint=hint)
+        self.exit_code = 128 + number
+
+    @classmethod
+    def of(cls, error: BaseException, hint: str) -> Interrupted:
+        """What a KeyboardInterrupt says: by which signal, and in `document` what the work had done (see `tell`)."""
+        interrupted = cls(hint, getattr(error, "number", 2))
+        interrupted.document = getattr(error, "document", {})
+        return interrupted
+
+
+def tell(error: BaseException, document: dict[str, object]) -> None:
+    """Attach to a failure or an interrupt on its way what the command had done: further keys of its JSON document."""
+    if isinstance(error, (K3Error, KeyboardInterrupt)) and not getattr(error, "document", None):
+        error.document = document  # type: ignore[union-attr]  # a KeyboardInterrupt takes it too
+
+
+def is_interrupt(code: int) -> bool:
+    return code in (128 + 1, EXIT_INTERRUPTED, 128 + 15)

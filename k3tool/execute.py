@@ -23,7 +23,7 @@ from k3tool.checkpoint.table import Tensors
 from k3tool.checkpoint.writer import AtomicFile
 from k3tool.destination import check_space, clear, guard
 from k3tool.disk import make_folder
-from k3tool.errors import CapacityError, PartlyDone, UsageError
+from k3tool.errors import CapacityError, K3Error, PartlyDone, UsageError, tell
 from k3tool.events import SILENT, Progress
 from k3tool.memory import peak_bytes
 from k3tool.plan import FileJob, Plan
@@ -131,8 +131,12 @@ def execute(
         if options.overwrite:
             clear(dest)
         run = _Run(plan, wanted, tensors, dest, ledger, options, revision, dict(manifest or {}))
-        report = run.write(workers, buffer_bytes)
-        run.close(report, closing)
+        try:
+            report = run.write(workers, buffer_bytes)
+            run.close(report, closing)
+        except (K3Error, KeyboardInterrupt) as error:
+            tell(error, run.so_far())
+            raise
     report.seconds = time.monotonic() - began
     return report
 
@@ -193,6 +197,18 @@ class _Run:
         self.stop = threading.Event()
         self.lock = threading.Lock()
         self.failures: list[BaseException] = []
+        self.report = Report()
+
+    def so_far(self) -> dict[str, object]:
+        """What a run that ends early tells of itself: files of those asked for that are whole, and bytes of this run."""
+        done = self.done()
+        finished = sum(job.path in done for job in self.wanted)
+        return {
+            "files_done": finished,
+            "files_left": len(self.wanted) - finished,
+            "bytes_read": self.report.bytes_read,
+            "bytes_written": self.report.bytes_written,
+        }
 
     def _earlier(self) -> dict[str, FileRecord]:
         """Files of the same job that a completed command left here (other ranks, or this very command)."""
@@ -212,7 +228,8 @@ class _Run:
 
     def write(self, workers: int, buffer_bytes: int) -> Report:
         done = self.done()
-        report = Report(kept=[job.path for job in self.wanted if job.path in done], workers=workers)
+        report = self.report
+        report.kept, report.workers = [job.path for job in self.wanted if job.path in done], workers
         if self.options.finalize:
             return report
         batches = self._batches(done)

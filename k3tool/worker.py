@@ -395,14 +395,31 @@ def _shared(steps: Sequence[Step]) -> Iterator[list[int]]:
 
 def run_threads(loop: Callable[[], None], count: int, stop: threading.Event) -> None:
     """Run `loop` in `count` threads to the end; an interrupt sets `stop` and waits for them."""
-    threads = [threading.Thread(target=loop, name=f"worker-{number}", daemon=True) for number in range(count)]
-    for thread in threads:
-        thread.start()
+    ended: list[threading.Event] = []
+
+    def run(mine: threading.Event) -> None:
+        try:
+            loop()
+        finally:
+            mine.set()
+
     try:
-        for thread in threads:
-            thread.join()
+        for number in range(count):
+            mine = threading.Event()
+            ended.append(mine)
+            try:
+                threading.Thread(target=run, args=(mine,), name=f"worker-{number}", daemon=True).start()
+            except RuntimeError:  # the system gives no more threads
+                ended.pop()
+                raise
+        _wait(ended)
     except BaseException:
         stop.set()
-        for thread in threads:
-            thread.join()
+        _wait(ended)
         raise
+
+
+def _wait(ended: Sequence[threading.Event]) -> None:
+    """Not by joining threads: a join that was interrupted takes its thread for ended (Python 3.10 to 3.12)."""
+    for event in ended:
+        event.wait()

@@ -1,108 +1,124 @@
-"""Registration of the commands, and the only place where an exception becomes text and an exit code."""
+"""The command line from its first moment to its exit code: the only place where an exception becomes text and a number.
+
+The parser and the commands are imported by `run`, when signals are already taken.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from importlib import import_module
-from importlib.util import find_spec
-from typing import Annotated, Any
+from collections.abc import Sequence
 
-import typer
-
-from k3tool import __version__
-from k3tool.cli.output import print_failure
-from k3tool.disk import refusal
-from k3tool.errors import EXIT_BUG, EXIT_INTERRUPTED, CapacityError, Interrupted, K3Error, RemoteError, UsageError
+from k3tool.cli import signals, streams
+from k3tool.cli.output import begin, print_failure
+from k3tool.disk import GOES_ON, STARTS_OVER, refusal
+from k3tool.errors import (
+    EXIT_BUG,
+    EXIT_INTERRUPTED,
+    CapacityError,
+    Interrupted,
+    K3Error,
+    RemoteError,
+    UsageError,
+    is_interrupt,
+)
 
 EXIT_CODES = (
     "Exit codes: 0 done; 1 a check failed; 2 usage; 3 partly done, the same command resumes; 10 checkpoint missing or "
     "incomplete; 11 checkpoint corrupt; 12 not enough disk or memory; 13 network or Hub; 14 not supported here; "
-    "70 a bug in k3tool; 130 interrupted, the same command resumes."
+    "70 a bug in k3tool; 130, 143 interrupted (Ctrl-C, SIGTERM), the same command resumes."
 )
 COMMANDS = ("fetch", "verify", "inspect", "plan", "reshard", "quantize", "run", "demo")
 EXIT_BROKEN_PIPE = 141
-
-app = typer.Typer(
-    name="k3tool",
-    help="Fetch, verify, plan, reshard, quantize and run Kimi K3 checkpoints.",
-    epilog=EXIT_CODES,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-)
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"k3tool {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _root(
-    version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and stop.")
-    ] = False,
-) -> None:
-    """Fetch, verify, plan, reshard, quantize and run Kimi K3 checkpoints."""
-
-
-def _register(name: str) -> None:
-    command: Callable[..., Any] = getattr(import_module(f"k3tool.cli.{name}"), "command")  # noqa: B009
-    app.command(name, epilog=EXIT_CODES)(command)
-
-
-for _name in COMMANDS:
-    if find_spec(f"k3tool.cli.{_name}"):
-        _register(_name)
-
-# The class above BadParameter is the usage error of the parser that Typer brings; public names of Typer only.
-_PARSER_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
+SAME_COMMAND = "run the same command again"
+# What that does; `run` says itself what is lost.
+AGAIN = {
+    **dict.fromkeys(("fetch", "verify", "reshard", "quantize"), GOES_ON),
+    **dict.fromkeys(("run", "demo"), STARTS_OVER),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and leave the process with the documented exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a narrow encoding shows \u4e2d rather than failing
-            stream.reconfigure(errors="backslashreplace")
-    code = run(arguments)
-    with contextlib.suppress(BrokenPipeError):
-        sys.stdout.flush()
+    signals.install(lambda number: _last_words(arguments, number))
+    try:
+        streams.prepare()
+        code = run(arguments)
+    except streams.OutputLost as error:
+        code = _fail(arguments, error)
+    except KeyboardInterrupt:
+        code = _fail(arguments, _interrupted(arguments))
+    signals.finish()
+    if is_interrupt(code):  # not to wait for threads that nobody stopped
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, streams.OutputLost):
+                stream.flush()
+        os._exit(code)
     sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:
     """Run one command line in this process and return its exit code. Never raises, except for `SystemExit` of none."""
-    if not arguments:
-        run(["--help"])
-        return UsageError.exit_code
+    begin()
     try:
+        return _run(arguments)
+    except KeyboardInterrupt:  # at a moment when something else was being told
+        return _fail(arguments, _interrupted(arguments))
+
+
+def _run(arguments: list[str]) -> int:
+    if not arguments:
+        _run(["--help"])
+        return UsageError.exit_code
+    parser_error: tuple[type[Exception], ...] = ()
+    abort: tuple[type[Exception], ...] = ()
+    try:
+        from k3tool.cli.registry import ABORT, PARSER_ERROR, app
+
+        parser_error, abort = (PARSER_ERROR,), (ABORT,)
         result = app(args=arguments, prog_name="k3tool", standalone_mode=False)
         if result == EXIT_INTERRUPTED:  # Typer answers an interrupt itself
-            return _fail(arguments, Interrupted())
+            return _fail(arguments, _interrupted(arguments))
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except K3Error as error:
         return _fail(arguments, error)
-    except _PARSER_ERROR as error:
+    except parser_error as error:
         return _fail(arguments, _usage(arguments, error))
-    except (KeyboardInterrupt, typer.Abort):
-        return _fail(arguments, Interrupted())
+    except SystemExit as error:  # how the parser puts a broken pipe
+        found = streams.lost(error)
+        if found is None:
+            raise
+        return _reader_left() if isinstance(found, BrokenPipeError) else _fail(arguments, found)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_BROKEN_PIPE
+        return _reader_left()
+    except abort:
+        return _fail(arguments, _interrupted(arguments))
     except Exception as error:
         refused = _refused_by_surroundings(error)
         if refused is not None:
             return _fail(arguments, refused.with_traceback(error.__traceback__))
         traceback.print_exc()
         return _fail(arguments, _Bug(f"{type(error).__name__}: {error}"))
+
+
+def _reader_left() -> int:
+    streams.silence()
+    return EXIT_BROKEN_PIPE
+
+
+def _interrupted(arguments: list[str], number: int | None = None) -> Interrupted:
+    return Interrupted(AGAIN.get(_command_of(arguments), SAME_COMMAND), number or signals.received())
+
+
+def _last_words(arguments: list[str], number: int) -> None:
+    """What is told by a process that cannot end in good order. Of ranks that run together rank 0 speaks."""
+    if os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0":
+        print_failure(_command_of(arguments), _interrupted(arguments, number), as_json="--json" in arguments)
 
 
 def _refused_by_surroundings(error: Exception) -> K3Error | None:
@@ -138,11 +154,14 @@ class _Bug(K3Error):
 def _usage(arguments: list[str], error: Exception) -> UsageError:
     message = error.format_message() if hasattr(error, "format_message") else str(error)  # type: ignore[attr-defined]
     name = _command_of(arguments)
-    return UsageError(message.strip().rstrip("."), hint=f"k3tool {name} --help" if name else "k3tool --help")
+    return UsageError(
+        message.strip().rstrip("."), hint=f"k3tool {name} --help" if name in COMMANDS else "k3tool --help"
+    )
 
 
 def _command_of(arguments: list[str]) -> str:
-    return next((argument for argument in arguments if argument in COMMANDS), "")
+    """The command as typed, known or not; empty where only options stand."""
+    return next((argument for argument in arguments if not argument.startswith("-")), "")
 
 
 def _fail(arguments: list[str], error: K3Error) -> int:
@@ -155,6 +174,16 @@ def _fail(arguments: list[str], error: K3Error) -> int:
         from k3tool.parallel.world import give_way
 
         give_way(os.environ)
-    with contextlib.suppress(BrokenPipeError):
-        print_failure(command, error, as_json="--json" in arguments)
+    if isinstance(error, streams.OutputLost):
+        streams.silence()
+    as_json = "--json" in arguments
+    try:
+        print_failure(command, error, as_json=as_json)
+    except BrokenPipeError:
+        streams.silence()
+    except streams.OutputLost as lost:
+        streams.silence()
+        for each in (error, lost):
+            print_failure(command, each, as_json=False)
+        return lost.exit_code if as_json else error.exit_code
     return error.exit_code

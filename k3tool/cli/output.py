@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from k3tool.cli import signals
 from k3tool.errors import K3Error
 from k3tool.events import SILENT, Progress, listen
 from k3tool.units import format_bytes, format_duration
@@ -25,10 +26,28 @@ LINE_INTERVAL_S = 10.0
 
 def clean(text: str) -> str:
     """Text from files and servers without control characters, so that it cannot move the cursor of a terminal."""
-    return "".join(char if char.isprintable() or char in "\n\t" else f"\\x{ord(char):02x}" for char in text)
+    return "".join(char if char.isprintable() or char in "\n\t" else _escaped(char) for char in text)
+
+
+def _escaped(char: str) -> str:
+    """A byte of a name that is not UTF-8 as that byte."""
+    code = ord(char)
+    return f"\\x{code - 0xDC00 if 0xDC80 <= code <= 0xDCFF else code:02x}"
+
+
+_shown = threading.Event()
+
+
+def begin() -> None:
+    """A command line starts: its document is still to be printed."""
+    _shown.clear()
 
 
 def print_json(document: dict[str, Any]) -> None:
+    """The one document of a command line: there is no second, whatever a signal interrupts."""
+    if _shown.is_set():
+        return
+    _shown.set()
     narrow = (getattr(sys.stdout, "encoding", None) or "utf-8").lower().replace("-", "") != "utf8"
     sys.stdout.write(json_module.dumps(document, ensure_ascii=narrow, default=str) + "\n")
 
@@ -75,6 +94,8 @@ class Output:
         self.close()
         if self.json:
             print_json({"ok": True, "command": self.command, **document})
+            sys.stdout.flush()
+            signals.finish()  # what was said stands
         elif self.quiet:
             sys.stdout.write(f"{essential}\n")
         elif human is not None:

@@ -14,6 +14,7 @@ import typer
 
 from k3tool.cli.options import JsonOption, QuietOption, check_output_file
 from k3tool.cli.output import Output, print_failure
+from k3tool.disk import STARTS_OVER
 from k3tool.errors import CheckFailed, Interrupted, K3Error, UnsupportedError, UsageError
 from k3tool.units import format_bytes, parse_size
 
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from k3tool.model.check import KernelCheck
     from k3tool.model.recording import Recorder
     from k3tool.tokenizer import StreamDecoder, Tokenizer
-
-STARTS_OVER = "run the same command again: it starts over"
 
 
 def command(
@@ -121,9 +120,9 @@ def command(
                         session, ids, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed,
                         keep_logits=logits_out is not None, on_token=printer.token,
                     )  # fmt: skip
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as error:
                 printer.finish()
-                raise Interrupted(STARTS_OVER).with_document(printer.so_far) from None
+                raise Interrupted.of(error, STARTS_OVER).with_document(printer.so_far) from None
             printer.finish()
             if logits_out is not None and link.is_first:
                 write_logits(logits_out, result)

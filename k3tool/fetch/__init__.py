@@ -19,7 +19,7 @@ from k3tool.checkpoint.ledger import Ledger, job_id, read_marks
 from k3tool.checkpoint.reader import CONFIG_NAME
 from k3tool.config import K3Config
 from k3tool.disk import refusal
-from k3tool.errors import CapacityError, CheckpointCorrupt, CheckpointMissing, K3Error, UsageError
+from k3tool.errors import CapacityError, CheckpointCorrupt, CheckpointMissing, K3Error, UsageError, tell
 from k3tool.events import SILENT, Progress
 from k3tool.fetch.folder import (
     LAYER_LIMIT,
@@ -217,12 +217,12 @@ class _Fetch:
             )
             try:
                 outcomes = session.run(ledger)
-            except K3Error as error:
-                document = self._document(session)
+            except (K3Error, KeyboardInterrupt) as error:
+                tell(error, self._document(session))
                 refused = isinstance(error, (CheckpointCorrupt, CheckpointMissing, UsageError))
                 if refused and "errno" not in error.details and ledger.is_new and not request.overwrite:
                     session.undo()
-                raise error.with_document(document) from None
+                raise
             before = session.manifest
             write_manifest(request.folder, request.repo, listing.commit, outcomes, session.targets, self._extra())
             if before is not None and not is_same_work(before, request.repo, self._extra()):

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 from typing import NamedTuple
 
-from k3tool.errors import EXIT_BUG, EXIT_INTERRUPTED, Interrupted, K3Error, RemoteError
+from k3tool.disk import STARTS_OVER
+from k3tool.errors import EXIT_BUG, Interrupted, K3Error, RemoteError, is_interrupt
 
 _CLASSES = {cls.__name__: cls for cls in K3Error.__subclasses__()}
 
@@ -35,7 +36,7 @@ class Failure(NamedTuple):
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Failure:
         if isinstance(error, KeyboardInterrupt):
-            error = Interrupted("run the same command again: it starts over")
+            error = Interrupted.of(error, STARTS_OVER)
         if isinstance(error, K3Error):
             is_cause = not isinstance(error, RankLost)
             return cls(rank, error.exit_code, type(error).__name__, error.message, error.hint, is_cause)
@@ -53,7 +54,7 @@ class Failure(NamedTuple):
 
     def as_error(self, here: int) -> K3Error:
         """The same failure, to be raised on rank `here`: it says where it happened."""
-        plain = here == self.rank or self.code == EXIT_INTERRUPTED
+        plain = here == self.rank or is_interrupt(self.code)
         error = K3Error.__new__(_CLASSES.get(self.type, K3Error))
         K3Error.__init__(
             error, self.message if plain else f"rank {self.rank}: {self.message}", hint=self.hint, rank=self.rank

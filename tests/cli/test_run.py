@@ -17,12 +17,11 @@ from safetensors.numpy import load_file
 
 from k3tool import generate
 from k3tool.chat import render, render_prompt
-from k3tool.cli import app
 from k3tool.cli.run import parse_ids, visible
 from k3tool.errors import UsageError
 from k3tool.synthetic import tiny_config, write_checkpoint
 from k3tool.tokenizer import load_tokenizer
-from tests.helpers import copy_checkpoint, k3tool
+from tests.helpers import copy_checkpoint, k3tool, k3tool_process
 
 KEYS = {"ok", "command", "input_ids", "token_ids", "text", "finish_reason", "backend", "device", "dtype", "layers"}
 
@@ -322,16 +321,12 @@ def test_a_real_interrupt(mini: Path, tmp_path: Path):
     assert (first + rest).endswith("\n") and all(word.isdigit() for word in (first + rest).split())
 
 
-def test_a_narrow_encoding_fails_nothing(speaker: Path, monkeypatch):
+def test_a_narrow_encoding_fails_nothing(speaker: Path):
     """Generated text and documents hold what an ASCII terminal cannot show."""
     command = ["run", str(speaker), "--prompt", "é", "--max-new-tokens", "40", "--temperature", "9", "--seed", "1"]
-    outputs = []
-    for options in ([], ["--json"]):
-        raw = io.BytesIO()
-        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii", write_through=True))
-        with pytest.raises(SystemExit) as done:
-            app.main([*command, *options])
-        assert done.value.code == 0
-        outputs.append(raw.getvalue())
-    assert b"\\ufffd" in outputs[0] and outputs[0].isascii()
-    assert "\ufffd" in json.loads(outputs[1])["text"]
+    shown, document = (
+        k3tool_process(*command, *options, PYTHONIOENCODING="ascii", PYTHONUTF8="0") for options in ([], ["--json"])
+    )
+    assert shown.code == document.code == 0
+    assert "\\ufffd" in shown.out and shown.out.isascii()
+    assert "\ufffd" in document.json["text"]
