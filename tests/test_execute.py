@@ -177,7 +177,7 @@ def test_disk_full_while_writing(source, unbroken, tmp_path, run):
 
 
 def test_too_little_room_is_found_before_writing(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100_000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=1 << 40, free=100_000))
     with pytest.raises(CapacityError, match=r"to write, 100 kB free") as caught:
         reshard(source, tmp_path / "out", TP2)
     assert caught.value.exit_code == 12
@@ -651,7 +651,7 @@ def test_reclaim_needs_less_room_than_two_copies(source, tmp_path, monkeypatch):
     copy = shutil.copytree(source, tmp_path / "k3")
     request = Request(gpus=1, form="hf", max_shard_bytes=40_000)
     need = sum(job.size_estimate for job in prepare(copy, request).plan.jobs)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=int(1.5 * need)))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=1 << 40, free=int(1.5 * need)))
     with pytest.raises(CapacityError):
         reshard(copy, tmp_path / "a", request)
     reshard(copy, tmp_path / "b", request, reclaim=True)

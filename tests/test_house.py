@@ -97,7 +97,7 @@ def test_exit_codes_are_the_documented_ones():
         "CheckFailed": 1, "UsageError": 2, "PartlyDone": 3, "CheckpointMissing": 10, "CheckpointCorrupt": 11,
         "CapacityError": 12, "RemoteError": 13, "UnsupportedError": 14, "Interrupted": 130,
     }  # fmt: skip
-    for code in [*tree.values(), errors.EXIT_BUG, errors.EXIT_INTERRUPTED]:
+    for code in [*tree.values(), errors.EXIT_BUG, errors.EXIT_INTERRUPTED, 143]:
         assert re.search(rf"\b{code} ", cli.EXIT_CODES)
 
 

@@ -28,7 +28,7 @@ from k3tool.errors import (
 EXIT_CODES = (
     "Exit codes: 0 done; 1 a check failed; 2 usage; 3 partly done, the same command resumes; 10 checkpoint missing or "
     "incomplete; 11 checkpoint corrupt; 12 not enough disk or memory; 13 network or Hub; 14 not supported here; "
-    "70 a bug in k3tool; 130, 143 interrupted (Ctrl-C, SIGTERM), the same command resumes."
+    "70 a bug in k3tool; 130 interrupted, 143 by SIGTERM, the same command resumes."
 )
 COMMANDS = ("fetch", "verify", "inspect", "plan", "reshard", "quantize", "run", "demo")
 EXIT_BROKEN_PIPE = 141
