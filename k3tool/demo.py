@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from k3tool.checkpoint.source import is_strewn
 from k3tool.checkpoint.writer import write_atomic
-from k3tool.disk import make_folder
+from k3tool.disk import disk_errors, make_folder
 from k3tool.errors import CheckFailed, UsageError
 from k3tool.events import SILENT, Progress
 
@@ -66,7 +67,9 @@ def prepare(folder: Path, progress: Progress = SILENT) -> None:
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file", hint="name a folder that is new or empty")
     make_folder(folder)
-    if any(folder.iterdir()) and not (folder / MARKER).is_file():
+    with disk_errors(folder, "list"):
+        held = [name for name in os.listdir(folder) if not is_strewn(name)]
+    if held and not (folder / MARKER).is_file():
         raise UsageError(f"{folder} holds something that is not a demo", hint="name a folder that is new or empty")
     write_atomic(folder / MARKER, b"written by k3tool demo; the next demo here starts over\n")
     for name in _OWN:

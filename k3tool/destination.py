@@ -11,7 +11,7 @@ from pathlib import Path
 from k3tool.checkpoint.index import INDEX_NAME, SINGLE_NAME
 from k3tool.checkpoint.ledger import LEDGER_FOLDER
 from k3tool.checkpoint.manifest import MANIFEST_NAME, load_manifest
-from k3tool.checkpoint.source import Source
+from k3tool.checkpoint.source import Source, is_strewn
 from k3tool.checkpoint.writer import PARTIAL_SUFFIX
 from k3tool.disk import disk_errors, free_bytes
 from k3tool.errors import CapacityError, CheckpointCorrupt, UsageError
@@ -20,7 +20,7 @@ from k3tool.transform.reshard import LAYOUT_NAME
 from k3tool.units import format_bytes
 
 SPARE_BYTES = 64 << 20  # for the index, the configuration, the ledger and what a file system keeps for itself
-_IGNORED = {"lost+found", ".DS_Store", LEDGER_FOLDER}
+_IGNORED = {"lost+found", LEDGER_FOLDER}
 
 
 def guard(dest: Path, source: Source, plan: Plan, *, overwrite: bool) -> None:
@@ -38,7 +38,7 @@ def guard(dest: Path, source: Source, plan: Plan, *, overwrite: bool) -> None:
     if overwrite or not dest.is_dir():
         return
     with disk_errors(dest, "list"):
-        held = sorted(name for name in os.listdir(dest) if name not in _IGNORED)
+        held = sorted(name for name in os.listdir(dest) if name not in _IGNORED and not is_strewn(name))
     if not held or (dest / LEDGER_FOLDER).is_dir():  # the ledger itself refuses another job's unfinished work
         return
     with contextlib.suppress(CheckpointCorrupt):

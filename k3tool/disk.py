@@ -12,6 +12,8 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
+from pathlib import Path
 from types import TracebackType
 
 from k3tool.errors import (
@@ -159,3 +161,25 @@ def make_folder(path: object) -> None:
     """`path` as a folder, with its parents; one that exists is fine. Raises UsageError, CapacityError."""
     with disk_errors(path, "make the folder"):
         os.makedirs(str(path), exist_ok=True)
+
+
+def cache_folder() -> Path:
+    """Where k3tool keeps what only saves time: K3TOOL_CACHE, else `~/.cache/k3tool`, else, where this user has no home or
+    may not write there, a temporary folder that is this user's alone. Where there is none either, a path that is none."""
+    named = os.environ.get("K3TOOL_CACHE")
+    if named:
+        return Path(os.path.expanduser(named))
+    home = os.path.expanduser("~")
+    if not home.startswith("~") and os.access(home, os.W_OK | os.X_OK):
+        return Path(home, ".cache", "k3tool")
+    import tempfile
+
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    with contextlib.suppress(OSError):
+        folder = Path(tempfile.gettempdir(), f"k3tool-cache-{user}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        found = folder.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == user and not found.st_mode & 0o022:
+            return folder  # code is read from it: nobody else may put some there
+    return Path(os.devnull, "k3tool")

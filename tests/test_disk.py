@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from k3tool.disk import disk_errors, free_bytes, make_folder, refusal
+from k3tool.disk import cache_folder, disk_errors, free_bytes, make_folder, refusal
 from k3tool.errors import CapacityError, CheckpointCorrupt, CheckpointMissing, UsageError
 
 
@@ -86,3 +86,25 @@ def test_a_file_system_that_counts_no_blocks_has_room(monkeypatch: pytest.Monkey
     assert free_bytes(tmp_path) is None
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"total": 9, "used": 9, "free": 0}))
     assert free_bytes(tmp_path) == 0
+
+
+def test_a_user_without_a_home_keeps_things_among_the_temporary_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("K3TOOL_CACHE", "~/kept")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "kept"
+    monkeypatch.delenv("K3TOOL_CACHE")
+    assert cache_folder() == tmp_path / ".cache" / "k3tool"
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    for home in ("/nonexistent", "/proc/1"):
+        monkeypatch.setenv("HOME", home)
+        folder = cache_folder()
+        assert folder.parent == tmp_path and folder.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # nor an entry in the list of users
+    assert cache_folder() == folder
+    folder.chmod(0o777)  # others may have put something into it
+    assert not cache_folder().exists()
+    folder.chmod(0o700)
+    owner = folder.stat().st_uid
+    monkeypatch.setattr("os.getuid", lambda: owner + 1)
+    (tmp_path / f"k3tool-cache-{owner + 1}").symlink_to(folder)
+    assert not cache_folder().exists()

@@ -21,6 +21,16 @@ _REPO = re.compile(
 )
 
 
+_STREWN = frozenset((".DS_Store", "Thumbs.db", "desktop.ini"))
+
+
+def is_strewn(name: str) -> bool:
+    """Whether a file is what desktops leave in folders (`._model.safetensors` beside every file on a Mac's disk): it
+    counts as nothing."""
+    base = name.rpartition("/")[2]
+    return base in _STREWN or base.startswith("._")
+
+
 @runtime_checkable
 class Source(Protocol):
     """Named files of one checkpoint. Reads are exact: short data raises, nothing is padded."""
@@ -60,7 +70,9 @@ class LocalSource:
     def files(self) -> dict[str, int]:
         with disk_errors(self.root, "list"), os.scandir(self.root) as entries:
             return {
-                entry.name: entry.stat().st_size for entry in sorted(entries, key=lambda e: e.name) if entry.is_file()
+                entry.name: entry.stat().st_size
+                for entry in sorted(entries, key=lambda e: e.name)
+                if entry.is_file() and not is_strewn(entry.name)
             }
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:

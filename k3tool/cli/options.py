@@ -4,16 +4,42 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from k3tool.errors import UsageError
 
+
+class IsPath:
+    """Marks text that may be a path: a leading `~` is the home folder, as in a `Path`."""
+
+
+def expand(value: Any) -> Any:
+    """A path, text or list of them with a leading `~` or `~user` expanded: shells leave it in quotes and after `=`.
+
+    Raises UsageError where there is no such user or no home. A name that begins so is written `./~name`.
+    """
+    if isinstance(value, (list, tuple)):
+        return [expand(item) for item in value]
+    if not isinstance(value, (str, Path)) or not str(value).startswith("~"):
+        return value
+    found = os.path.expanduser(str(value))
+    if found.startswith("~"):
+        if os.path.lexists(found):
+            return value
+        user = found.partition("/")[0]
+        raise UsageError(
+            f"{value}: " + (f"there is no user {user[1:]}" if user != "~" else "this user has no home folder"),
+            hint="write the path itself; a name that begins with ~ is written ./~name",
+        )
+    return type(value)(found)
+
+
 SourceArgument = Annotated[
-    str, typer.Argument(metavar="SOURCE", help="Checkpoint folder, or Hub repository org/name[@revision].")
+    str, typer.Argument(metavar="SOURCE", help="Checkpoint folder, or Hub repository org/name[@revision]."), IsPath
 ]
-DestArgument = Annotated[str, typer.Argument(metavar="DEST", help="Folder to write.")]
+DestArgument = Annotated[str, typer.Argument(metavar="DEST", help="Folder to write."), IsPath]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, also on failure.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print the essential value only.")]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Show the whole plan, write nothing.")]

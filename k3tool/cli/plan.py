@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from k3tool.cli.options import JsonOption, QuietOption, check_output_file
+from k3tool.cli.options import IsPath, JsonOption, QuietOption, check_output_file
 from k3tool.cli.output import Output, clean, table
 from k3tool.units import format_bytes
 
@@ -21,7 +21,7 @@ SOURCE_HELP = "Checkpoint folder, config.json, Hub repository org/name[@revision
 
 
 def command(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help=SOURCE_HELP)],
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help=SOURCE_HELP), IsPath],
     gpus: Annotated[int | None, typer.Option("--gpus", metavar="N", min=1, help="tp x ep x pp.")] = None,
     tp: Annotated[int | None, typer.Option("--tp", metavar="N", min=1, help="Ranks that share every matrix.")] = None,
     ep: Annotated[int | None, typer.Option("--ep", metavar="N", min=1, help="Ranks that deal out the experts.")] = None,

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
 from k3tool import __version__
 from k3tool.cli.app import AGAIN, COMMANDS, EXIT_CODES, SAME_COMMAND
+from k3tool.cli.options import IsPath, expand
 from k3tool.errors import Interrupted
 
 app = typer.Typer(
@@ -43,15 +45,26 @@ def _root(
 def _register(name: str) -> None:
     command: Callable[..., Any] = getattr(import_module(f"k3tool.cli.{name}"), "command")  # noqa: B009
 
+    @cache
+    def paths() -> frozenset[str]:
+        """Parameters that are paths, or may be: those of type Path, alone or in a list, and what is marked so."""
+        hints = get_type_hints(command, include_extras=True)
+        return frozenset(name for name, hint in hints.items() if is_path(hint))
+
     @wraps(command)
     def told(*arguments: Any, **options: Any) -> None:
         """Typer makes a bare number of an interrupt: what it carries must be taken before."""
         try:
-            command(*arguments, **options)
+            command(*arguments, **{key: expand(value) if key in paths() else value for key, value in options.items()})
         except KeyboardInterrupt as error:
             raise Interrupted.of(error, AGAIN.get(name, SAME_COMMAND)) from error
 
     app.command(name, epilog=EXIT_CODES)(told)
+
+
+def is_path(hint: Any) -> bool:
+    """Whether a parameter of this type is a path, or text that may be one."""
+    return hint in (Path, IsPath) or any(is_path(part) for part in get_args(hint))
 
 
 for _name in COMMANDS:

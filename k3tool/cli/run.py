@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from k3tool.cli.options import JsonOption, QuietOption, check_output_file
+from k3tool.cli.options import IsPath, JsonOption, QuietOption, check_output_file
 from k3tool.cli.output import Output, print_failure
 from k3tool.disk import STARTS_OVER
 from k3tool.errors import CheckFailed, Interrupted, K3Error, UnsupportedError, UsageError
@@ -32,6 +32,7 @@ def command(
     prompt_file: Annotated[
         str | None,
         typer.Option("--prompt-file", metavar="FILE", help="A file that holds it (- for stdin); messages with --chat."),
+        IsPath,
     ] = None,
     input_ids: Annotated[
         str | None, typer.Option("--input-ids", metavar='"1,2,3"', help="Token ids; needs no tokenizer.")

@@ -5,8 +5,14 @@ Loops are serial and release the interpreter lock, so that several tensors are w
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
+
+from k3tool.disk import cache_folder
+
+if os.path.expanduser("~").startswith("~"):  # without a home numba would make a folder of that name
+    os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_folder() / "numba"))
 
 from numba import njit
 

@@ -20,6 +20,7 @@ import torch
 import triton
 from triton.errors import TritonError
 
+from k3tool.disk import cache_folder
 from k3tool.kernels import lang
 
 log = logging.getLogger(__name__)
@@ -74,9 +75,8 @@ def is_wanted() -> bool:
 
 @cache
 def cache_file() -> Path:
-    folder = Path(os.environ.get("K3TOOL_CACHE") or Path.home() / ".cache" / "k3tool")
     name = "".join(c if c.isalnum() else "-" for c in f"{torch.cuda.get_device_name()} triton {triton.__version__}")
-    return folder / f"kernels-{name}.json"
+    return cache_folder() / f"kernels-{name}.json"
 
 
 def _fastest(key: str, candidates: Sequence[Options], launch: Launch) -> int:

@@ -13,6 +13,8 @@ import os
 import tempfile
 from pathlib import Path
 
+from k3tool.disk import cache_folder
+
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -49,8 +51,4 @@ def save(key: str, code: bytes) -> None:
 
 
 def _path(key: str) -> Path:
-    folder = os.environ.get("K3TOOL_CACHE")
-    try:
-        return (Path(folder) if folder else Path.home() / ".cache" / "k3tool") / f"cpu-{key}.o"
-    except RuntimeError:  # a user without a home
-        return Path(os.devnull) / "cpu"
+    return cache_folder() / f"cpu-{key}.o"
