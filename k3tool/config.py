@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from k3tool.checkpoint.origin import damaged
 from k3tool.disk import refusal
 from k3tool.errors import CheckpointCorrupt, CheckpointMissing
 
@@ -163,7 +164,7 @@ class K3Config:
         try:
             document = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise CheckpointCorrupt(f"{where}: not JSON ({error})", hint="fetch config.json again") from None
+            raise damaged(where, f"not JSON ({error})") from None
         return cls.from_dict(document, where=where)
 
     @classmethod
@@ -191,9 +192,10 @@ class _Reader:
         self.linear: dict[str, Any] = self.text["linear_attn_config"]
 
     def _bad(self, what: str) -> CheckpointCorrupt:
-        return CheckpointCorrupt(
-            f"{self.where}: {what}", hint="name a Kimi K3 checkpoint, or fetch its config.json again"
-        )
+        error = damaged(self.where, what)
+        if "holds" not in error.details:  # JSON, and of another model or of another mind
+            error.hint = "name a Kimi K3 or Kimi Linear checkpoint; this configuration is not one that it can have"
+        return error
 
     def integer(self, source: dict[str, Any], key: str, default: int | None = None, *, low: int = 1) -> int:
         value = source.get(key, default)

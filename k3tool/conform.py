@@ -7,16 +7,18 @@ shapes and dtypes, never from the `ignore` list of a quantization_config.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from k3tool.catalog import Catalog, Entry, count
+from k3tool.catalog import Catalog, Entry, count, section_entries
 from k3tool.checkpoint.header import TensorSpec
 from k3tool.config import K3Config
-from k3tool.errors import K3Error
+from k3tool.errors import CheckpointCorrupt, K3Error
 from k3tool.names import parse_name
 
+_FUSED = re.compile(r"\.experts\.(?!\d)[A-Za-z_]")
 _ABSENT = TensorSpec("", "U8", (0,), 0, 0)
 
 
@@ -32,6 +34,31 @@ class Conformance:
     @property
     def ok(self) -> bool:
         return not (self.missing or self.unexpected or self.mismatched)
+
+
+def fused_experts(names: Iterable[str]) -> str:
+    """The first name that holds all routed experts of a layer in one tensor (`experts.gate_up_proj`); empty: none."""
+    return next((name for name in names if _FUSED.search(name)), "")
+
+
+FLOAT_HINT = (
+    "its bytes are what their maker wrote, another download brings the same: store the tensor in the type that "
+    "config.json names, or in float32"
+)
+FUSED_HINT = (
+    "its bytes are what their maker wrote, another download brings the same: take the checkpoint whose experts are "
+    "tensors of their own, or split them by the tool that fused them"
+)
+
+
+def fused_error(label: str, name: str) -> CheckpointCorrupt:
+    """The failure for a checkpoint whose experts are fused, the same for every command."""
+    return CheckpointCorrupt(
+        f"{label}: its routed experts are stored fused, all of a layer in one tensor ({name}), as transformers 5 saves "
+        "them; k3tool reads one tensor for each expert (experts.0.w1, ...)",
+        hint=FUSED_HINT,
+        tensor=name,
+    )
 
 
 def conform(config: K3Config, expected: Catalog, found: Mapping[str, TensorSpec | None]) -> Conformance:
@@ -60,18 +87,34 @@ def conform(config: K3Config, expected: Catalog, found: Mapping[str, TensorSpec 
 
 
 def _tolerated(config: K3Config, entry: Entry, spec: TensorSpec) -> bool:
-    """Other spellings of the same values: `A_log` without padding, convolutions without their middle 1, and for
-    Kimi Linear, whose float32 set is not fixed, float32 entries in the model's dtype."""
-    dtype_ok = spec.dtype == entry.dtype or (
-        not config.is_k3 and entry.dtype == "F32" and spec.dtype in (config.dtype, "F32")
-    )
-    if not dtype_ok:
+    """Other spellings of the same values: `A_log` without padding, convolutions without their middle 1, and plain
+    tensors in another float type of which one holds every value of the other (see `same_values`)."""
+    if not same_values(entry.dtype, spec.dtype):
         return False
     if entry.name.endswith(".A_log"):
         return count(spec.shape) in (config.kda_num_heads, config.a_log_size)
     if entry.name.endswith("_conv1d.weight"):
         return count(spec.shape) == count(entry.shape) and spec.shape[0] == entry.shape[0]
     return spec.shape == entry.shape
+
+
+def same_values(expected: str, found: str) -> bool:
+    """Whether a plain tensor may be stored as `found` where `expected` is what the configuration implies: float32 and
+    either 16-bit float hold what was meant; bfloat16 and float16 do not hold each other's values."""
+    return expected == found or ("F32" in (expected, found) and {expected, found} <= {"F32", "BF16", "F16"})
+
+
+def foreign_float(config: K3Config, specs: Iterable[TensorSpec]) -> str:
+    """`NAME: expected BF16 ..., found F16 ...` for the first plain tensor in the other 16-bit float, else empty.
+
+    specs: of tensors in bfloat16 or float16 other than the configuration's own dtype."""
+    for spec in specs:
+        parsed = parse_name(spec.name)
+        for section in [parsed.layer] if parsed and parsed.layer is not None else [config.num_layers]:
+            for entry in section_entries(config, section):
+                if entry.name == spec.name and not same_values(entry.dtype, spec.dtype):
+                    return f"{spec.name}: expected {entry.dtype} {list(entry.shape)}, found {spec.dtype} {list(spec.shape)}"
+    return ""
 
 
 def _settle(

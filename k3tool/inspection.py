@@ -9,14 +9,20 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from k3tool.catalog import COMPONENTS, Catalog, count
-from k3tool.checkpoint.header import TensorSpec
+from k3tool.catalog import COMPONENTS, Catalog, catalog, count
+from k3tool.checkpoint.header import TensorSpec, dtype_bits
+from k3tool.checkpoint.index import INDEX_NAME
 from k3tool.checkpoint.reader import Checkpoint
+from k3tool.checkpoint.strays import stray_shards
 from k3tool.conform import Conformance, conform
 from k3tool.events import SILENT, Progress
 from k3tool.garbage import collector_paused
+from k3tool.layout import rank_folder
 from k3tool.names import component_of, parse_name
 from k3tool.transform.expected import expected
+from k3tool.transform.forms import SubSource, open_form
+from k3tool.transform.reshard import LAYOUT_NAME, RanksForm
+from k3tool.units import plural
 
 _NO_PARAMETERS = ("weight_scale", "weight_global_scale", "weight_scale_2", "weight_shape", "weight_zero_point",
                   "input_scale", "weight.absmax", "weight.quant_map", "weight.nested_absmax")  # fmt: skip
@@ -46,7 +52,15 @@ class Inspection:
     headers: str
     missing_files: list[str] = field(default_factory=list)
     rank: str = ""  # "rank 1 of 4" for the folder of one rank
+    ranks: str = ""  # "4 ranks, TP2 x EP2 x PP1" for a folder of ranks, described as the checkpoint that they make up
+    misplaced: list[str] = field(default_factory=list)  # on which the index and the headers disagree
+    strays: list[str] = field(default_factory=list)  # .safetensors files that the index does not name
     listed: list[dict[str, Any]] | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether the index, every header and the configuration agree on every tensor."""
+        return self.conformance.ok and not self.misplaced
 
     @property
     def parameters(self) -> int:
@@ -67,6 +81,8 @@ class Inspection:
             "unexpected": self.conformance.unexpected,
             "mismatched": self.conformance.mismatched,
             "missing_files": self.missing_files,
+            "misplaced": self.misplaced,
+            "stray_files": self.strays,
         }
         if self.listed is not None:
             document["listed"] = self.listed
@@ -87,6 +103,8 @@ def inspect(
     CheckpointCorrupt; a checkpoint without its shards is described from index and configuration.
     """
     with collector_paused():
+        if INDEX_NAME not in checkpoint.files and LAYOUT_NAME in checkpoint.files:
+            return _inspect_ranks(checkpoint, pattern, layer)
         return _inspect(checkpoint, pattern, layer, workers, progress)
 
 
@@ -100,10 +118,7 @@ def _inspect(
     absent = [shard for shard in checkpoint.shards if shard not in checkpoint.files]
     load_headers(checkpoint, present, workers=workers, progress=progress)
     local, implied = expected(config)
-    found: dict[str, TensorSpec | None] = dict.fromkeys(index.weight_map)
-    for shard in present:
-        for spec in checkpoint.header(shard).tensors:
-            found[spec.name] = spec
+    found, misplaced = _found(checkpoint, present)
     components = _components(found, implied)
     return Inspection(
         source=checkpoint.source.label,
@@ -117,9 +132,62 @@ def _inspect(
         rank=f"rank {part.get('rank')} of {part.get('ranks')}" if isinstance(part, dict) else "",
         headers="read" if not absent else "absent" if not present else "partial",
         missing_files=absent,
-        listed=_listed(checkpoint, found, implied, pattern, layer)
+        misplaced=misplaced,
+        strays=stray_shards(checkpoint.files, set(checkpoint.shards)),
+        listed=_listed(found, implied, index.weight_map, pattern, layer)
         if pattern is not None or layer is not None
         else None,
+    )
+
+
+def _found(checkpoint: Checkpoint, present: Iterable[str]) -> tuple[dict[str, TensorSpec | None], list[str]]:
+    """Every tensor that the index names and a header holds (None: its shard is absent); and the names of which only one
+    of the two knows, or that they place differently."""
+    there, weight_map = set(present), checkpoint.index.weight_map
+    found: dict[str, TensorSpec | None] = dict.fromkeys(weight_map)
+    misplaced: set[str] = set()
+    held = 0
+    for shard in there:
+        for spec in checkpoint.header(shard).tensors:
+            if weight_map.get(spec.name) == shard:
+                found[spec.name] = spec
+                held += 1
+            else:
+                misplaced.add(spec.name)
+    if held < len(found):  # named, and in a shard that does not hold it
+        misplaced.update(name for name, spec in found.items() if spec is None and weight_map[name] in there)
+        found = {name: spec for name, spec in found.items() if spec is not None or weight_map[name] not in there}
+    return found, sorted(misplaced)
+
+
+def _inspect_ranks(checkpoint: Checkpoint, pattern: str | None, layer: int | None) -> Inspection:
+    """A folder of ranks as the checkpoint that they make up. Raises where a rank is absent or another one's."""
+    opened = open_form(checkpoint.source)
+    form = opened.form
+    assert isinstance(form, RanksForm), "an index is absent, so the layout file says ranks"
+    config = checkpoint.config
+    found: dict[str, TensorSpec | None] = {}
+    for name, kind in form.items():
+        found[name] = TensorSpec(name, kind.dtype, kind.shape, 0, count(kind.shape) * dtype_bits(kind.dtype) // 8)
+    implied = catalog(config)
+    components = _components(found, implied)
+    folders = [rank_folder(rank, form.layout.ranks) for rank in range(form.layout.ranks)]
+    return Inspection(
+        source=checkpoint.source.label,
+        model_type=config.model_type,
+        layers=config.num_layers,
+        tensors=len(found),
+        total_size=sum(component.bytes for component in components.values()),
+        shards=[
+            {**shard, "name": f"{folder}/{shard['name']}"}
+            for folder in folders
+            for shard in _shards(Checkpoint(SubSource(checkpoint.source, folder)))
+        ],
+        components=components,
+        conformance=conform(config, implied, found),
+        ranks=f"{plural(form.layout.ranks, 'rank')}, {form.layout}",
+        headers="read",
+        listed=_listed(found, implied, {}, pattern, layer) if pattern is not None or layer is not None else None,
     )
 
 
@@ -188,9 +256,9 @@ def parameters_of(spec: TensorSpec) -> int:
 
 
 def _listed(
-    checkpoint: Checkpoint,
     found: Mapping[str, TensorSpec | None],
     expected: Catalog,
+    weight_map: Mapping[str, str],
     pattern: str | None,
     layer: int | None,
 ) -> list[dict[str, Any]]:
@@ -204,7 +272,7 @@ def _listed(
                 "dtype": tensor.dtype if tensor else None,
                 "shape": list(tensor.shape) if tensor else None,
                 "bytes": tensor.nbytes if tensor else None,
-                "shard": checkpoint.index.weight_map.get(name),
+                "shard": weight_map.get(name),
             }
         )
     return rows

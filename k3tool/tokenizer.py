@@ -19,6 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from k3tool.checkpoint.origin import again, damaged
 from k3tool.checkpoint.source import Source, open_source
 from k3tool.errors import CheckpointCorrupt, CheckpointMissing, UsageError
 
@@ -34,10 +35,6 @@ MAX_RANKS_BYTES = 64 * 1024 * 1024  # the released file has 2.8 MB
 MAX_TOKENIZER_CONFIG_BYTES = 16 * 1024 * 1024
 MAX_ENCODE_CHARS = 400_000
 MAX_RUN_CHARS = 25_000
-_NO_TOKENIZER_HINT = (
-    'give token ids instead: --input-ids "1,2,3"; or fetch the tokenizer: '
-    "k3tool fetch REPO --include tiktoken.model --include tokenizer_config.json --local-dir DIR"
-)
 
 _RANK_LINE = re.compile(rb"([A-Za-z0-9+/]+={0,2}) (\d{1,9})", re.ASCII)
 _RUN = re.compile(r"\s+|\S+")
@@ -215,7 +212,9 @@ def load_tokenizer(where: Source | str | Path, vocab_size: int | None = None) ->
     files = source.files()
     for name, limit in ((RANKS_NAME, MAX_RANKS_BYTES), (TOKENIZER_CONFIG_NAME, MAX_TOKENIZER_CONFIG_BYTES)):
         if name not in files:
-            raise CheckpointMissing(f"{source.label} holds no {name}, so it has no tokenizer", hint=_NO_TOKENIZER_HINT)
+            raise CheckpointMissing(
+                f"{source.label} holds no {name}, so it has no tokenizer", hint=_no_tokenizer(source)
+            )
         if files[name] > limit:
             raise _corrupt(f"{source.label}/{name}", f"{files[name]} bytes are beyond the limit of {limit}")
     tokens = parse_ranks(source.read(RANKS_NAME), where=f"{source.label}/{RANKS_NAME}")
@@ -227,6 +226,11 @@ def load_tokenizer(where: Source | str | Path, vocab_size: int | None = None) ->
     limit = len(tokens) + RESERVED_TOKENS if vocab_size is None else vocab_size
     named = parse_control_tokens(source.read(TOKENIZER_CONFIG_NAME), len(tokens), limit, where=where_config)
     return Tokenizer(tokens, named, vocab_size)
+
+
+def _no_tokenizer(source: Source) -> str:
+    absent = [name for name in (RANKS_NAME, TOKENIZER_CONFIG_NAME) if name not in source.files()]
+    return f"give token ids with --input-ids; for text, {again(source.label, absent)}"
 
 
 def parse_ranks(text: bytes, *, where: str = RANKS_NAME) -> list[bytes]:
@@ -305,4 +309,6 @@ def _reserved(token: int) -> str:
 
 
 def _corrupt(where: str, what: str) -> CheckpointCorrupt:
-    return CheckpointCorrupt(f"{where}: {what}", hint="fetch the file again, or give token ids with --input-ids")
+    error = damaged(where, what)
+    error.hint = f"give token ids with --input-ids, or {error.hint}"
+    return error

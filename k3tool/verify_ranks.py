@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from k3tool.checkpoint.reader import Checkpoint
-from k3tool.errors import CheckpointMissing, K3Error
+from k3tool.errors import CheckpointCorrupt, CheckpointMissing
 from k3tool.layout import rank_folder
 from k3tool.transform.forms import SubSource, open_form
 from k3tool.transform.record import parse_record
@@ -40,7 +40,7 @@ def check_rank_folders(
         try:
             checkpoint.files.update({f"{folder}/{name}": size for name, size in part.files.items()})
             check_one(part, folder)
-        except K3Error as error:
+        except (CheckpointMissing, CheckpointCorrupt) as error:
             problem(error.message, folder, isinstance(error, CheckpointMissing))
 
 
@@ -48,6 +48,6 @@ def joined_problem(checkpoint: Checkpoint) -> str:
     """Why the ranks together are not the checkpoint that the configuration implies; empty where they are."""
     try:
         open_form(checkpoint.source)
-    except K3Error as error:
+    except (CheckpointMissing, CheckpointCorrupt) as error:
         return error.message
     return ""

@@ -9,7 +9,7 @@ import pytest
 from k3tool.catalog import catalog
 from k3tool.checkpoint.header import TensorSpec
 from k3tool.checkpoint.reader import Checkpoint
-from k3tool.conform import Conformance, conform
+from k3tool.conform import Conformance, conform, foreign_float, fused_experts
 from k3tool.formats import stored_tensors
 
 EXPERT = "language_model.model.layers.1.block_sparse_moe.experts.5.w2"
@@ -75,7 +75,7 @@ def test_missing_and_foreign(mini, found):
     [
         ("language_model.lm_head.weight", "F16", (256, 64)),
         ("language_model.lm_head.weight", "BF16", (64, 256)),
-        ("language_model.model.layers.1.block_sparse_moe.gate.e_score_correction_bias", "BF16", (12,)),
+        ("language_model.model.layers.1.block_sparse_moe.gate.e_score_correction_bias", "I32", (12,)),
         ("language_model.model.layers.0.self_attn.A_log", "F32", (4,)),
         ("language_model.model.layers.0.self_attn.q_conv1d.weight", "F32", (64, 6)),
         (f"{EXPERT}.weight_scale", "I8", (32, 1)),
@@ -86,6 +86,41 @@ def test_another_shape_or_dtype_is_named_with_both(mini, found, name, dtype, sha
     found[name] = TensorSpec(name, dtype, shape, 0, 0)
     result = _conform(mini, found)
     assert result.mismatched == {name: f"expected {expected.dtype} {list(expected.shape)}, found {dtype} {list(shape)}"}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "accepted"),
+    [
+        ("layers.1.block_sparse_moe.gate.e_score_correction_bias", "BF16", True),  # every value is a float32
+        ("layers.1.block_sparse_moe.gate.e_score_correction_bias", "F16", True),
+        ("layers.0.self_attn.dt_bias", "BF16", True),
+        ("layers.1.block_sparse_moe.gate.weight", "F32", True),  # holds every bfloat16
+        ("layers.1.block_sparse_moe.gate.weight", "F16", False),
+        ("layers.1.block_sparse_moe.gate.weight", "F64", False),
+    ],
+)
+def test_a_plain_tensor_in_another_float_type(mini, found, name, dtype, accepted):
+    name = f"language_model.model.{name}"
+    found[name] = found[name]._replace(dtype=dtype)
+    config = Checkpoint.open(mini).config
+    assert _conform(mini, found).ok == accepted
+    if dtype == "F16":
+        assert bool(foreign_float(config, [found[name]])) != accepted
+
+
+@pytest.mark.parametrize(
+    ("names", "first"),
+    [
+        (
+            ["m.layers.1.mlp.experts.gate_up_proj", "m.layers.1.mlp.experts.down_proj"],
+            "m.layers.1.mlp.experts.gate_up_proj",
+        ),
+        (["x.experts.0.w1.weight", "x.experts.w1_weight_packed"], "x.experts.w1_weight_packed"),
+        (["x.experts.0.w1.weight", "x.shared_experts.gate_proj.weight"], ""),
+    ],
+)
+def test_fused_experts_are_known_by_their_names(names, first):
+    assert fused_experts(names) == first
 
 
 @pytest.mark.parametrize("shape", [(3,), (1, 1, 3, 1), (32,)])

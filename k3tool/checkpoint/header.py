@@ -7,11 +7,13 @@ cover the data exactly: no hole, no overlap, nothing after the last tensor.
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from k3tool.catalog import DTYPE_BITS, count
+from k3tool.checkpoint.origin import again, damaged
 from k3tool.errors import CheckpointCorrupt
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
@@ -87,7 +89,7 @@ def parse_header(text: bytes, *, file_size: int | None, where: str) -> Header:
         kind = "is truncated" if file_size < header.file_size else "has trailing bytes"
         raise CheckpointCorrupt(
             f"{where} {kind}: the header needs {header.file_size} bytes, the file has {file_size}",
-            hint="fetch this shard again (k3tool fetch keeps the good ones)",
+            hint=again(*os.path.split(where), overwrite=True),
             expected=header.file_size,
             found=file_size,
         )
@@ -175,4 +177,4 @@ def build_header(
 
 
 def _corrupt(where: str, what: str) -> CheckpointCorrupt:
-    return CheckpointCorrupt(f"{where}: {what}", hint="fetch this shard again, or ask its publisher")
+    return damaged(where, what)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from k3tool.checkpoint.origin import damaged
 from k3tool.errors import CheckpointCorrupt
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -77,4 +78,4 @@ def _no_duplicates(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
 
 
 def _corrupt(where: str, what: str) -> CheckpointCorrupt:
-    return CheckpointCorrupt(f"{where}: {what}", hint="fetch the index again, or ask its publisher")
+    return damaged(where, what)

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from k3tool.checkpoint.header import Header, TensorSpec, header_length, parse_header
 from k3tool.checkpoint.index import INDEX_NAME, MAX_INDEX_BYTES, SINGLE_NAME, Index, parse_index
+from k3tool.checkpoint.origin import again, damaged, knows, look, names_of
 from k3tool.checkpoint.source import Source, open_source
+from k3tool.checkpoint.strays import absent_shard, folder_with, stray_shards
 from k3tool.config import K3Config
 from k3tool.errors import CheckpointCorrupt, CheckpointMissing
 
@@ -44,10 +46,7 @@ class Checkpoint:
     @cached_property
     def config(self) -> K3Config:
         if CONFIG_NAME not in self.files:
-            raise CheckpointMissing(
-                f"{self.source.label} holds no {CONFIG_NAME}, so it is no checkpoint",
-                hint="name the folder that holds config.json and the shards",
-            )
+            raise self._no_config()
         return K3Config.from_bytes(self.source.read(CONFIG_NAME), where=f"{self.source.label}/{CONFIG_NAME}")
 
     @cached_property
@@ -55,19 +54,41 @@ class Checkpoint:
         """The index file, or for a single-file model the one made from its header."""
         if INDEX_NAME in self.files:
             if self.files[INDEX_NAME] > MAX_INDEX_BYTES:
-                raise CheckpointCorrupt(
-                    f"{INDEX_NAME}: {self.files[INDEX_NAME]} bytes is no index", hint="fetch it again"
-                )
+                raise damaged(f"{self.source.label}/{INDEX_NAME}", f"{self.files[INDEX_NAME]} bytes is no index")
             return parse_index(self.source.read(INDEX_NAME), where=f"{self.source.label}/{INDEX_NAME}")
         if SINGLE_NAME in self.files:
             tensors = self.header(SINGLE_NAME).tensors
             return Index({spec.name: SINGLE_NAME for spec in tensors}, sum(spec.nbytes for spec in tensors))
-        raise CheckpointMissing(
-            f"{self.source.label} holds neither {INDEX_NAME} nor {SINGLE_NAME}",
-            hint="name one of its rank folders, or join them: k3tool reshard DIR DEST --gpus 1 --layout hf"
-            if "k3tool.json" in self.files
-            else "fetch the checkpoint first: k3tool fetch REPO --local-dir DIR",
-        )
+        raise self._no_index()
+
+    def _no_config(self) -> CheckpointMissing:
+        files, label = self.files, self.source.label
+        other = next((name for name in files if name.lower() == CONFIG_NAME), "")
+        what, hint = "", again(label, [CONFIG_NAME])
+        if other:
+            what, hint = f" ({other} is in another case)", f"rename {other} to {CONFIG_NAME}"
+        elif deeper := folder_with(self.source, CONFIG_NAME):
+            what, hint = f"; its folder {deeper} does", f"name {label}/{deeper}"
+        elif not stray_shards(files, ()) and INDEX_NAME not in files and not knows(label):
+            hint = "name the folder that holds config.json and the shards"
+        return CheckpointMissing(f"{label} holds no {CONFIG_NAME}, so it is no checkpoint{what}", hint=hint)
+
+    def _no_index(self) -> CheckpointMissing:
+        files, label = self.files, self.source.label
+        strays = stray_shards(files, ())
+        what, hint = "", again(label, [INDEX_NAME])
+        other = next((name for name in files if name.lower() == INDEX_NAME), "")
+        if "k3tool.json" in files:
+            hint = "its ranks are folders of their own: name one of them, or join them with `reshard --layout hf`"
+        elif other:
+            what, hint = f" ({other} is in another case)", f"rename {other} to {INDEX_NAME}"
+        elif strays:
+            what = (
+                f"; it holds {len(strays)} .safetensors files, such as {strays[0]}, and nothing says what is in which"
+            )
+        elif deeper := folder_with(self.source, INDEX_NAME) or folder_with(self.source, SINGLE_NAME):
+            what, hint = f"; its folder {deeper} does", f"name {label}/{deeper}, or move its files one folder up"
+        return CheckpointMissing(f"{label} holds neither {INDEX_NAME} nor {SINGLE_NAME}{what}", hint=hint)
 
     @property
     def shards(self) -> list[str]:
@@ -76,6 +97,8 @@ class Checkpoint:
     def header(self, shard: str) -> Header:
         """Header of one shard, checked against the length of the file. Raises CheckpointMissing, CheckpointCorrupt."""
         if shard not in self._headers:
+            if shard not in self.files:
+                raise absent_shard(self.source, shard, self.files, self.shards if shard != SINGLE_NAME else ())
             self._headers[shard] = read_header(self.source, shard, self.files)
         return self._headers[shard]
 
@@ -92,7 +115,7 @@ class Checkpoint:
             name, shard = next((n, s) for n, s in self.index.weight_map.items() if n not in table)
             raise CheckpointCorrupt(
                 f"{shard} does not hold tensor {name} that the index places there",
-                hint="k3tool verify lists every disagreement",
+                hint=look(self.source.label),
             )
         return table
 
@@ -100,16 +123,14 @@ class Checkpoint:
         """Place of one tensor; reads one header. Raises CheckpointMissing for a name that is not in the index."""
         shard = self.index.weight_map.get(name)
         if shard is None:
-            raise CheckpointMissing(
-                f"{self.source.label} holds no tensor {name}", hint="k3tool inspect --tensors lists the names"
-            )
+            raise CheckpointMissing(f"{self.source.label} holds no tensor {name}", hint=names_of(self.source.label))
         header = self.header(shard)
         for spec in header.tensors:
             if spec.name == name:
                 return Located(spec, shard, header.data_start + spec.start)
         raise CheckpointCorrupt(
             f"{shard} does not hold tensor {name} that the index places there",
-            hint="k3tool verify lists every disagreement",
+            hint=look(self.source.label),
         )
 
     def read(self, name: str) -> bytes:
@@ -129,11 +150,10 @@ class Checkpoint:
 
 def read_header(source: Source, shard: str, files: dict[str, int] | None = None) -> Header:
     """Read and check one header; one request for headers under 1 MiB. Raises CheckpointMissing, CheckpointCorrupt."""
-    size = (files if files is not None else source.files()).get(shard)
+    files = source.files() if files is None else files
+    size = files.get(shard)
     if size is None:
-        raise CheckpointMissing(
-            f"{source.label} lacks {shard}", hint=f"fetch it: k3tool fetch REPO --include '{shard}' --local-dir DIR"
-        )
+        raise absent_shard(source, shard, files)
     return parse_header(read_header_text(source, shard, size), file_size=size, where=f"{source.label}/{shard}")
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from k3tool.checkpoint.origin import again
 from k3tool.disk import disk_errors, refusal
 from k3tool.errors import CheckpointCorrupt, CheckpointMissing, K3Error, UsageError
 
@@ -63,9 +64,7 @@ class LocalSource:
         self.label = str(root)
         if not self.root.is_dir():
             kind = "is a file, not a folder" if self.root.exists() else "does not exist"
-            raise CheckpointMissing(
-                f"{root} {kind}", hint="name a checkpoint folder; k3tool fetch ORG/NAME --local-dir DIR makes one"
-            )
+            raise CheckpointMissing(f"{root} {kind}", hint="name a folder that holds a checkpoint")
 
     def files(self) -> dict[str, int]:
         with disk_errors(self.root, "list"), os.scandir(self.root) as entries:
@@ -106,7 +105,7 @@ def read_exactly(descriptor: int, offset: int, buffer: memoryview, *, where: str
         if got == 0:
             raise CheckpointCorrupt(
                 f"{where} is truncated: it ends at {offset + done}, needed up to {offset + len(buffer)}",
-                hint="fetch this shard again",
+                hint=again(*os.path.split(where), overwrite=True),
             )
         done += got
 
@@ -155,6 +154,4 @@ def unreadable(path: Path, error: OSError) -> K3Error:
     """Why a file of a checkpoint cannot be read: CheckpointMissing only where it is not there."""
     if error.errno != errno.ENOENT:
         return refusal(error, path)
-    return CheckpointMissing(
-        f"cannot read {path}: {error.strerror}", hint="fetch the missing file (k3tool fetch keeps the good ones)"
-    )
+    return CheckpointMissing(f"cannot read {path}: {error.strerror}", hint=again(path.parent, [path.name]))

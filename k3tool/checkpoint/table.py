@@ -15,8 +15,10 @@ from typing import NamedTuple, Protocol
 
 from k3tool.catalog import count
 from k3tool.checkpoint.header import TensorSpec, dtype_bits
+from k3tool.checkpoint.origin import look, names_of
 from k3tool.checkpoint.reader import Checkpoint, Located, read_header
 from k3tool.checkpoint.source import Source
+from k3tool.checkpoint.strays import absent_shard
 from k3tool.errors import CheckpointCorrupt, CheckpointMissing
 
 
@@ -61,11 +63,13 @@ class TensorTable:
             name = next(name for name in weight_map if name not in table._numbers)
             raise CheckpointCorrupt(
                 f"{weight_map[name]} does not hold tensor {name} that the index places there",
-                hint="k3tool verify lists every disagreement",
+                hint=look(table.source.label),
             )
         return table
 
     def _add(self, shard: str, weight_map: Mapping[str, str]) -> None:
+        if shard not in self.sizes:
+            raise absent_shard(self._source, shard, self.sizes, set(weight_map.values()))
         header = read_header(self._source, shard, self.sizes)
         self.shards.append(shard)
         self._first.append(len(self._kinds))
@@ -74,7 +78,7 @@ class TensorTable:
             if weight_map.get(spec.name) != shard:
                 raise CheckpointCorrupt(
                     f"{shard} holds tensor {spec.name} that the index does not place there",
-                    hint="k3tool verify lists every disagreement",
+                    hint=look(self._source.label),
                 )
             kind = Kind(sys.intern(spec.dtype), spec.shape)
             self._numbers[spec.name] = len(self._kinds)
@@ -105,9 +109,7 @@ class TensorTable:
         """Raises CheckpointMissing for a name that is not there."""
         number = self._numbers.get(name)
         if number is None:
-            raise CheckpointMissing(
-                f"{self._source.label} holds no tensor {name}", hint="k3tool inspect --tensors lists the names"
-            )
+            raise CheckpointMissing(f"{self._source.label} holds no tensor {name}", hint=names_of(self._source.label))
         kind = self._kinds[number]
         shard = bisect_right(self._first, number) - 1
         offset = self._starts[number]

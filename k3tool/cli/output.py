@@ -186,31 +186,37 @@ def describe(task: str, done: int, total: int, seconds: float, unit: str) -> str
     return text + (f", {format_duration((total - done) / rate)} left" if rate > 0 and total > done else "")
 
 
+def _amount(done: int, total: int, seconds: float, unit: str) -> str:
+    """Beside a bar: `12.3 GB/1.56 TB 410 MB/s`, or of what is no bytes `12/96 shards`."""
+    if unit != "bytes":
+        return f"{done:,}/{total:,} {unit}"
+    rate = f" {format_bytes(done / seconds)}/s" if seconds > 0 and done > 0 else ""
+    return f"{format_bytes(done)}/{format_bytes(total)}{rate}"
+
+
 class _Bars:
-    """Progress on a terminal: bars that count bytes, with rate and time left; items as lines above them."""
+    """Progress on a terminal: bars that count bytes (or shards), with rate and time left; items as lines above them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._live: Any = None
         self._ids: dict[str, Any] = {}
+        self._tasks: dict[str, tuple[int, int, float, str]] = {}
 
     def _start(self) -> Any:
         from rich.console import Console
         from rich.progress import (
             BarColumn,
-            DownloadColumn,
             Progress,
             TextColumn,
             TimeRemainingColumn,
-            TransferSpeedColumn,
         )
 
         if self._live is None:
             self._live = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(),
-                DownloadColumn(),
-                TransferSpeedColumn(),
+                TextColumn("{task.fields[amount]}"),
                 TimeRemainingColumn(),
                 console=Console(stderr=True, highlight=False),
                 transient=True,
@@ -223,11 +229,18 @@ class _Bars:
             live = self._start()
             if task in self._ids:
                 live.remove_task(self._ids.pop(task))
-            self._ids[task] = live.add_task(task.replace("[", r"\["), total=total)
+            self._tasks[task] = (0, total, time.monotonic(), unit)
+            self._ids[task] = live.add_task(task.replace("[", r"\["), total=total, amount=_amount(0, total, 0, unit))
 
     def advanced(self, task: str, amount: int) -> None:
         if self._live is not None and task in self._ids:
-            self._live.advance(self._ids[task], amount)
+            with self._lock:
+                if task not in self._ids:
+                    return
+                done, total, began, unit = self._tasks[task]
+                self._tasks[task] = (done + amount, total, began, unit)
+            text = _amount(done + amount, total, time.monotonic() - began, unit)
+            self._live.update(self._ids[task], advance=amount, amount=text)
 
     def finished(self, task: str) -> None:
         with self._lock:

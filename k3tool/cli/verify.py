@@ -30,6 +30,9 @@ def command(
     sample: Annotated[
         str | None, typer.Option("--sample", metavar="SHARE", help="Read a share such as 5%; another one each time.")
     ] = None,
+    rank: Annotated[
+        str | None, typer.Option("--rank", metavar="SPEC", help="Of a folder of ranks only these (0-3,7).")
+    ] = None,
     max_workers: WorkersOption = None,
     json: JsonOption = False,
     quiet: QuietOption = False,
@@ -48,11 +51,13 @@ def command(
         raise UsageError("--full and --sample are about bytes", hint="add --depth bytes")
     options = BytesOptions(workers=max_workers or BytesOptions.workers, full=full, sample=_share(sample))
     with Output("verify", json=json, quiet=quiet) as output:
-        report = verify(folder, depth=depth, options=options, progress=output.progress)
+        report = verify(folder, depth=depth, options=options, ranks=rank, progress=output.progress)
         if not report.ok:
             output.show(lambda console: _show(console, report))
             raise report.error()
         output.result(report.as_json(), essential="ok", human=lambda console: _show(console, report))
+        for warning in report.warnings:
+            output.note(f"warning: {warning}")
         if report.unproven:
             reason = "were not in this sample" if sample else "have no known digest"
             output.note(
@@ -101,6 +106,8 @@ def _show(console: Console, report: VerifyReport) -> None:
     others = [problem for problem in report.problems if problem not in told]
     for problem in others[:SHOWN]:
         console.print(f"- {clean(problem)}", markup=False)
+    for warning in report.warnings if bad or others else ():  # else it is said on stderr
+        console.print(f"- warning: {clean(warning)}", markup=False)
     left = max(0, len(bad) - SHOWN) + max(0, len(others) - SHOWN)
     if left:
         console.print(f"... and {left} more problems (--json has them all)", markup=False)

@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 
 from k3tool.catalog import count
+from k3tool.checkpoint.header import TensorSpec
+from k3tool.checkpoint.origin import look
 from k3tool.checkpoint.reader import Checkpoint, Located
 from k3tool.config import K3Config
+from k3tool.conform import FLOAT_HINT, foreign_float, fused_error, fused_experts
 from k3tool.errors import CapacityError, CheckpointCorrupt, UsageError
 from k3tool.events import SILENT, Progress
 from k3tool.layout import Layout, Place
@@ -116,17 +119,30 @@ def _locate(checkpoint: Checkpoint, share: Share) -> dict[str, Located]:
         if _belongs(name, share):
             wanted.setdefault(shard, set()).add(name)
     located: dict[str, Located] = {}
+    config, weight_map = share.config, checkpoint.index.weight_map
+    odd: list[TensorSpec] = []
     for shard, names in wanted.items():
         header = checkpoint.header(shard)
         for spec in header.tensors:
             if spec.name in names:
                 located[spec.name] = Located(spec, shard, header.data_start + spec.start)
                 names.discard(spec.name)
+                if {spec.dtype, config.dtype} == {"BF16", "F16"}:
+                    odd.append(spec)
+            elif weight_map.get(spec.name) != shard:
+                raise CheckpointCorrupt(
+                    f"{shard} holds tensor {spec.name} that the index does not place there",
+                    hint=look(checkpoint.source.label),
+                )
         if names:
             raise CheckpointCorrupt(
                 f"{shard} does not hold tensor {min(names)} that the index places there",
-                hint="k3tool verify lists every disagreement",
+                hint=look(checkpoint.source.label),
             )
+    if fused := fused_experts(located):
+        raise fused_error(checkpoint.source.label, fused)
+    if text := foreign_float(config, odd):
+        raise CheckpointCorrupt(f"{checkpoint.source.label}: {text}", hint=FLOAT_HINT)
     return located
 
 

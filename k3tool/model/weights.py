@@ -19,6 +19,7 @@ from torch import Tensor
 
 from k3tool.catalog import count
 from k3tool.checkpoint.header import TensorSpec
+from k3tool.checkpoint.origin import again, look
 from k3tool.checkpoint.reader import Checkpoint, Located
 from k3tool.checkpoint.source import Source, unreadable
 from k3tool.disk import disk_errors
@@ -82,7 +83,7 @@ class Weights:
         """How a module is stored. Raises CheckpointMissing, CheckpointCorrupt, UnsupportedError."""
         parts = {part: place.spec for part, place in self._parts(matrix).items()}
         if not parts.keys() & {"weight", "weight_packed"}:
-            raise _missing(f"{self.source.label} holds no tensor {matrix.module}.weight")
+            raise _missing(self.source, f"{matrix.module}.weight")
         scheme = formats().detect(parts, where=matrix.module, shape=matrix.shape)
         found = formats().logical_shape(scheme, parts)
         if found is not None and tuple(found) != tuple(matrix.shape):
@@ -186,7 +187,7 @@ class Weights:
         if spec.dtype not in TORCH_DTYPES:
             raise CheckpointCorrupt(
                 f"tensor {name}: expected BF16, F16 or F32, found {spec.dtype}",
-                hint="check the file with k3tool verify",
+                hint="nothing but a plain float type can stand here: ask the publisher of the checkpoint",
             )
         if destination is None:
             return
@@ -209,7 +210,7 @@ class Weights:
         parsed = parse_name(name)
         place = self.modules.get(parsed.module_path, {}).get(parsed.part) if parsed else None
         if place is None:
-            raise _missing(f"{self.source.label} holds no tensor {name}")
+            raise _missing(self.source, name)
         return place
 
     def _spec(self, name: str) -> TensorSpec:
@@ -257,7 +258,7 @@ def _read_run(descriptor: int, offset: int, buffers: list[memoryview], path: str
         if got == 0:
             raise CheckpointCorrupt(
                 f"{path} is truncated: it ends at {offset + done}, needed up to {offset + wanted}",
-                hint="fetch this shard again",
+                hint=again(*os.path.split(path), overwrite=True),
             )
         done += got
         _advance(progress, got)
@@ -283,5 +284,5 @@ def _mismatch(name: str, expected: Sequence[Sequence[int]], found: Sequence[int]
     )
 
 
-def _missing(what: str) -> CheckpointMissing:
-    return CheckpointMissing(what, hint="k3tool verify lists what is absent; k3tool fetch completes it")
+def _missing(source: Source, name: str) -> CheckpointMissing:
+    return CheckpointMissing(f"{source.label} holds no tensor {name}", hint=look(source.label))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from k3tool.checkpoint.origin import write_rank
 from k3tool.checkpoint.reader import Checkpoint
 from k3tool.checkpoint.source import LocalSource
 from k3tool.errors import CheckpointCorrupt, CheckpointMissing, UsageError
@@ -38,7 +39,7 @@ def world_of(environment: Mapping[str, str]) -> World:
     if missing:
         raise UsageError(
             f"WORLD_SIZE is {environment['WORLD_SIZE']!r}, but {' and '.join(missing)} are not set",
-            hint="start with torchrun --nproc-per-node N -m k3tool run ..., or unset WORLD_SIZE",
+            hint="start with torchrun, which sets them all, or unset WORLD_SIZE",
         )
     size = _number(environment, "WORLD_SIZE", "", 1, 1 << 20)
     rank = _number(environment, "RANK", "", 0, size - 1)
@@ -49,9 +50,7 @@ def world_of(environment: Mapping[str, str]) -> World:
 def _number(environment: Mapping[str, str], name: str, default: str, low: int, high: int) -> int:
     text = environment.get(name, default)
     if not (text.isascii() and text.isdigit() and low <= int(text[:9]) <= high):
-        raise UsageError(
-            f"{name} is {text!r}, expected {low} to {high}", hint="start with torchrun --nproc-per-node N -m k3tool ..."
-        )
+        raise UsageError(f"{name} is {text!r}, expected {low} to {high}", hint="start with torchrun, which sets it")
     return int(text)
 
 
@@ -77,7 +76,7 @@ class RankFolder(NamedTuple):
         if self.layout.ranks > 1 and not self.folder.is_dir():
             raise CheckpointMissing(
                 f"{self.folder.parent} lacks the folder of rank {self.place.rank}: {self.folder.name}",
-                hint=f"write it on this machine: k3tool reshard SOURCE {self.folder.parent} --rank {self.place.rank} ...",
+                hint=write_rank(self.folder.parent, self.place.rank),
             )
         checkpoint = Checkpoint(LocalSource(self.folder))
         check(checkpoint.config, self.layout)
@@ -88,7 +87,7 @@ class RankFolder(NamedTuple):
             raise CheckpointCorrupt(
                 f"{self.folder}: {LAYOUT_NAME} implies {_shown(expected)}, its own config.json says "
                 f"{_shown({key: found.get(key) for key in expected})}",
-                hint="write the ranks again: k3tool reshard SOURCE DEST --overwrite ...",
+                hint="put every rank's folder back under its own name, or write the ranks again",
             )
         return checkpoint
 
@@ -115,8 +114,8 @@ def rank_folder_of(folder: str | Path, world: World) -> RankFolder:
         started = "this is one process" if world.size == 1 else f"{world.size} processes were started"
         raise UsageError(
             f"{folder} holds {ranks} ranks ({record.layout}), and {started}",
-            hint=f"torchrun --nproc-per-node {ranks} -m k3tool run {folder} ... (over all nodes, --nnodes x "
-            "--nproc-per-node must make that number)",
+            hint=f"start {ranks} processes by torchrun (--nproc-per-node {ranks}; with --nnodes x --nproc-per-node of "
+            "that number over several nodes)",
             ranks=ranks,
             processes=world.size,
         )
@@ -128,13 +127,12 @@ def _whole(folder: Path, world: World) -> RankFolder:
     if isinstance(section, dict) and section.get("ranks", 1) != 1:
         raise UsageError(
             f"{folder} is the folder of rank {section.get('rank')} of {section.get('ranks')}, which cannot run alone",
-            hint=f"torchrun --nproc-per-node {section.get('ranks')} -m k3tool run {folder.absolute().parent} ...",
+            hint=f"run the folder above it, {folder.absolute().parent}, by torchrun with {section.get('ranks')} processes",
         )
     if world.size > 1:
         raise UsageError(
             f"{folder} is a whole checkpoint, and {world.size} processes were started",
-            hint=f"divide it first: k3tool reshard {folder} DEST --gpus {world.size} --layout ranks; or run it in one "
-            f"process: k3tool run {folder} ...",
+            hint=f"run it in one process, without torchrun, or reshard it for {world.size} GPUs and run the result",
             ranks=1,
             processes=world.size,
         )

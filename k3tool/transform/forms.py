@@ -17,11 +17,12 @@ from k3tool.catalog import Catalog, section_entries
 from k3tool.checkpoint.header import TensorSpec
 from k3tool.checkpoint.index import INDEX_NAME
 from k3tool.checkpoint.manifest import MANIFEST_NAME
+from k3tool.checkpoint.origin import look, write_rank
 from k3tool.checkpoint.reader import CONFIG_NAME, Checkpoint
 from k3tool.checkpoint.source import LocalSource, Source
 from k3tool.checkpoint.table import TensorTable
 from k3tool.config import K3Config
-from k3tool.conform import Conformance, conform
+from k3tool.conform import Conformance, conform, fused_error, fused_experts
 from k3tool.errors import CheckpointCorrupt, CheckpointMissing, UsageError
 from k3tool.layout import rank_folder
 from k3tool.names import parse_name
@@ -108,7 +109,7 @@ def _open_ranks(source: Source, config: K3Config, splitter: Splitter, record: La
         except CheckpointMissing as error:
             raise CheckpointMissing(
                 f"{source.label} lacks rank {rank} of {len(folders)}: {error.message}",
-                hint=f"write it first: k3tool reshard ... --rank {rank}",
+                hint=write_rank(source.label, rank),
                 rank=rank,
             ) from None
         digest.update(tables[rank].digest().encode())
@@ -173,24 +174,27 @@ def check_conformance(config: K3Config, form: Form, label: str) -> None:
 
 
 def _refuse(found: Conformance, label: str) -> None:
+    fused = fused_experts(found.unexpected)
+    if fused:
+        raise fused_error(label, fused)
     if found.unexpected:
         raise CheckpointCorrupt(
             f"{label} holds {len(found.unexpected):,} tensors that its configuration does not imply: "
             + _some(found.unexpected),
-            hint="nothing was written; check that config.json belongs to these shards (k3tool inspect)",
+            hint=f"check that config.json belongs to these shards; {look(label)}",
             unexpected=found.unexpected[:1000],
         )
     if found.mismatched:
         name, what = next(iter(found.mismatched.items()))
         raise CheckpointCorrupt(
             f"{label}: {len(found.mismatched):,} tensors differ from the configuration; {name}: {what}",
-            hint="nothing was written; check that config.json belongs to these shards (k3tool inspect)",
+            hint=f"check that config.json belongs to these shards; {look(label)}",
             mismatched=dict(list(found.mismatched.items())[:1000]),
         )
     if found.missing:
         raise CheckpointMissing(
             f"{label} lacks {len(found.missing):,} tensors that its configuration implies: {_some(found.missing)}",
-            hint="fetch the checkpoint again: k3tool fetch keeps the good files",
+            hint=look(label),
             missing=found.missing[:1000],
         )
 

@@ -33,14 +33,14 @@ def failing_open(monkeypatch: pytest.MonkeyPatch, name: str, number: int, times:
 @pytest.mark.parametrize(
     "number, code, remedy",
     [
-        (errno.ENOENT, 10, "fetch"),
+        (errno.ENOENT, 10, "copy"),
         (errno.EACCES, 2, "chmod"),
         (errno.EMFILE, 12, "ulimit -n"),
         (errno.EIO, 11, "check the disk"),
         (errno.ESTALE, 11, "file server"),
     ],
 )
-def test_only_what_is_missing_is_to_be_fetched(
+def test_only_what_is_missing_is_to_be_brought_again(
     number: int, code: int, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "shard").write_bytes(bytes(100))
@@ -55,7 +55,7 @@ def test_only_what_is_missing_is_to_be_fetched(
         with pytest.raises(K3Error) as failure:
             read()
         assert failure.value.exit_code == code and str(tmp_path / "shard") in failure.value.message
-        assert remedy in failure.value.hint and ("fetch" in failure.value.hint) == (number == errno.ENOENT)
+        assert remedy in failure.value.hint and ("copy" in failure.value.hint) == (number == errno.ENOENT)
 
 
 def test_kept_descriptors_are_given_up_when_there_are_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

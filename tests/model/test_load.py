@@ -163,9 +163,9 @@ def test_convolutions_without_their_middle_one(folder):
     assert torch.equal(logits(folder), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_plain_matrices_in_another_dtype(folder, dtype):
-    """Values that all of these dtypes hold give the same logits; q alone in another dtype joins a stack exactly."""
+def test_plain_matrices_in_another_dtype(folder):
+    """float32 holds every bfloat16: the logits are the same, and q alone in float32 joins a stack exactly. float16 does
+    not, and is refused as `verify` refuses it."""
     q = f"{L1}.self_attn.q_proj.weight"
 
     def coarse(tensors):
@@ -174,10 +174,13 @@ def test_plain_matrices_in_another_dtype(folder, dtype):
     edit_checkpoint(folder, coarse)
     expected = logits(folder)
 
-    def change(tensors):
-        tensors[q] = tensors[q].to(dtype)
+    def store_as(dtype):
+        edit_checkpoint(folder, lambda tensors: tensors.update({q: tensors[q].to(dtype)}))
 
-    edit_checkpoint(folder, change)
+    store_as(torch.float16)
+    with pytest.raises(CheckpointCorrupt, match=r"q_proj.weight: expected BF16 \[.*found F16"):
+        load(folder)
+    store_as(torch.float32)
     assert load(folder).layers[1].self_attn.in_proj.dtype == torch.float32
     assert relative(logits(folder), expected) < 1e-6
 

@@ -1,0 +1,255 @@
+"""Where the files of a folder came from, and what brings those that are damaged or absent: remedies that fit the cause.
+
+Known from the manifest, an unfinished job, the Hub client's cache or records, a git checkout. Where nothing is known,
+the remedy is prose: a command would be a guess, and a wrong guess costs a download of 1.56 TB.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import re
+import shlex
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from k3tool.checkpoint.content import HEAD_BYTES, Content, recognise
+from k3tool.commands import command
+from k3tool.errors import CheckpointCorrupt, K3Error
+
+_WRITE = "write it again: "
+NAMED_FILES = 8  # as many are named one by one; beyond that a command brings all that is wrong
+_REPO = re.compile(r"[\w][\w.-]{0,95}/[\w][\w.-]{0,95}", re.ASCII)
+_REVISION = re.compile(r"[\w][\w./-]{0,199}", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
+_RANK = re.compile(r"rank-\d{5}-of-\d{5}", re.ASCII)
+
+
+class Origin(NamedTuple):
+    """repo: where the files were published, None where that is not known. commit: of that repository."""
+
+    repo: str | None
+    commit: str | None = None
+
+
+def damaged(where: str, what: str, **details: object) -> CheckpointCorrupt:
+    """The failure for the file `where` (`FOLDER/NAME`) that is not what it should be: says what stands in it where that
+    can be told, and what brings it again."""
+    content = _content(where)
+    folder, name = os.path.split(where)
+    folder = folder or ("." if os.path.exists(where) else "")
+    if content is not None:
+        what, details = f"{where} holds {content.text}, not {_noun(name)}", {**details, "holds": content.kind}
+        return CheckpointCorrupt(what, hint=_for_content(folder, name, content), **details)
+    return CheckpointCorrupt(f"{where}: {what}", hint=again(folder, [name], overwrite=True), **details)
+
+
+def again(folder: str | Path, names: Sequence[str], *, known: Origin | None = None, overwrite: bool = False) -> str:
+    """What brings these files of a folder again: a full command where it is known how the folder was made, else prose.
+
+    known: what the caller can tell of a folder that says nothing of itself. overwrite: the files are there and wrong.
+    """
+    path = Path(folder)
+    if not folder or not path.is_dir():
+        return "ask its publisher to mend it, or name another revision"
+    return (
+        _unfinished(path)
+        or _written(path, names, overwrite=overwrite)
+        or _cached(path, names)
+        or _recorded(path, names, known, overwrite=overwrite)
+        or _checkout(path, names)
+        or f"copy {_some(names)} again from where this folder came from: nothing in it says where that is"
+    )
+
+
+def write_rank(folder: str | Path, rank: int) -> str:
+    """What writes one rank of a folder of ranks: the command that wrote the folder where that is known, else prose."""
+    path = Path(folder)
+    line = _written(path, (), overwrite=False) if folder and path.is_dir() else ""
+    if line.startswith(_WRITE) and "--rank" not in line.split():
+        return f"{line} --rank {rank}"
+    return f"write that rank first: reshard its source into this folder with --rank {rank}"
+
+
+def knows(folder: str | Path) -> bool:
+    """Whether something in the folder, or its place, says where its files came from."""
+    path = Path(folder)
+    if not folder or not path.is_dir():
+        return False
+    return bool(_unfinished(path) or _written(path, ()) or _cached(path, ()) or _downloaded_commit(path))
+
+
+def look(label: str) -> str:
+    """What to do to see everything that is wrong with a source: a command for a folder, else prose."""
+    return f"see all that is wrong: {command('verify', Path(label))}" if Path(label).is_dir() else ASK
+
+
+ASK = "ask its publisher to mend it, or name another revision"
+
+
+def names_of(label: str, pattern: str = "") -> str:
+    """The command that lists the tensors of a source."""
+    source: str | Path = Path(label) if Path(label).is_dir() else label
+    return f"see what it holds: {command('inspect', source, *(['--tensors', pattern] if pattern else []))}"
+
+
+def _content(where: str) -> Content | None:
+    with suppress(OSError, ValueError), open(where, "rb") as file:
+        content = recognise(file.read(HEAD_BYTES), os.fstat(file.fileno()).st_size)
+        if content is None or (content.kind == "safetensors" and where.endswith(".safetensors")):
+            return None
+        return content
+    return None
+
+
+def _noun(name: str) -> str:
+    if name.endswith(".safetensors"):
+        return "a safetensors file"
+    if name.endswith("index.json"):
+        return "an index"
+    return "JSON" if name.endswith(".json") else "what its name says"
+
+
+def _for_content(folder: str, name: str, content: Content) -> str:
+    if content.kind == "lfs":
+        if _is_checkout(Path(folder)):
+            return f"Git LFS has not brought the content yet: git -C {shlex.quote(folder)} lfs pull"
+        known = _written(Path(folder), [name]) or _cached(Path(folder), [name])
+        return known or (
+            "this is a copy of a git checkout whose content was not brought: run git lfs pull in the checkout, "
+            "then copy its files again"
+        )
+    if content.kind == "annex":
+        return "git-annex has not brought the content yet: run git annex get in the checkout"
+    if content.kind == "gzip" and not _written(Path(folder), [name]):
+        return f"it was saved in the coding of its transfer: decompress {name} (gzip -d), or download it again without"
+    return again(folder, [name], overwrite=True)
+
+
+def _unfinished(folder: Path) -> str:
+    """The command of a fetch that was interrupted in this folder."""
+    with suppress(OSError, ValueError, TypeError, AttributeError):
+        with open(folder / ".k3tool" / "job.json", "rb") as file:
+            job = json.loads(file.read(1 << 20))
+        words = shlex.split(job["command"])
+        if words[0] == "fetch" and _REPO.fullmatch(words[1]):
+            commit = job["facts"].get("commit")
+            at = ["--revision", commit] if isinstance(commit, str) and _COMMIT.fullmatch(commit) else []
+            return f"an unfinished fetch is here; it goes on with: {command(*words, *at, '--local-dir', folder)}"
+    return ""
+
+
+def _written(folder: Path, names: Sequence[str], *, overwrite: bool = True) -> str:
+    """What wrote the folder, as a command again, from its manifest."""
+    from k3tool.checkpoint.manifest import load_manifest
+
+    try:
+        manifest = load_manifest(folder)
+    except (K3Error, OSError):
+        return ""
+    words = manifest.command.split() if manifest else []
+    if manifest is None or not words or "reclaim" in manifest.command:
+        return ""
+    if words[0] == "fetch":
+        if not _REPO.fullmatch(manifest.source) and not Path(manifest.source).is_dir():
+            return ""
+        return f"this brings it: {fetch_command(folder, manifest.source, manifest.revision, names, manifest.extra)}"
+    with suppress(ValueError):
+        if words[0] in ("reshard", "quantize"):
+            return _write_again(
+                folder, manifest.source, words[0], manifest.command, ["--overwrite"] if overwrite else []
+            )
+    return ""
+
+
+def fetch_command(
+    folder: Path,
+    source: str,
+    revision: object,
+    names: Sequence[str],
+    extra: dict[str, Any] | None = None,
+    *options: object,
+) -> str:
+    """`k3tool fetch` of these files (of all where they are many, or where the folder is a smaller checkpoint)."""
+    made = extra or {}
+    words: list[object] = ["fetch", Path(source) if Path(source).is_dir() else source]
+    if isinstance(revision, str) and _REVISION.fullmatch(revision) and _REPO.fullmatch(source):
+        words += ["--revision", revision]
+    if isinstance(made.get("layers"), str):
+        words += ["--layers", made["layers"]]
+    if made.get("text_only"):
+        words.append("--text-only")
+    elif "layers" not in made and len(names) <= NAMED_FILES:
+        for name in names:
+            words += ["--include", glob.escape(name)]
+    return command(*words, *options, "--local-dir", folder)
+
+
+def _write_again(folder: Path, source: str, name: str, line: str, more: list[str]) -> str:
+    """`reshard` or `quantize` as it was given, with its DEST."""
+    beginning = f"{name} {source}"
+    if not line.startswith(beginning):
+        return ""
+    if not (Path(source).is_dir() or re.fullmatch(rf"{_REPO.pattern}(@.+)?", source, re.ASCII)):
+        return f"it was written by `{name}` from {source}, which is not here: bring that back and write this again"
+    options = shlex.split(line[len(beginning) :])
+    if _RANK.fullmatch(folder.name):  # one rank's own manifest: the command wrote the folder above
+        folder = folder.parent
+    where: str | Path = Path(source) if Path(source).is_dir() else source
+    return f"{_WRITE}{command(name, where, folder, *options, *more)}"
+
+
+def _cached(folder: Path, names: Sequence[str]) -> str:
+    """A snapshot in the Hub client's cache: the client brings it again."""
+    parts = Path(os.path.abspath(folder)).parts
+    if len(parts) < 4 or parts[-2] != "snapshots" or not parts[-3].startswith("models--"):
+        return ""
+    repo = parts[-3].removeprefix("models--").replace("--", "/")
+    if not _REPO.fullmatch(repo) or not _COMMIT.fullmatch(parts[-1]):
+        return ""
+    words = ["hf", "download", repo, *(names if len(names) <= NAMED_FILES else ()), "--revision", parts[-1],
+             "--cache-dir", str(Path(*parts[:-3])), "--force-download"]  # fmt: skip
+    return f"this is the Hub client's cache; it brings the file again: {shlex.join(words)}"
+
+
+def _recorded(folder: Path, names: Sequence[str], known: Origin | None, *, overwrite: bool) -> str:
+    """What `hf download --local-dir` noted (a commit, no repository), or what the caller knows."""
+    from k3tool import release
+
+    commit = _downloaded_commit(folder)
+    if known is None and commit in release.revisions():
+        known = Origin(release.repo(), commit)
+    if known is not None and known.repo:
+        options = ["--overwrite"] if overwrite else []
+        return f"this brings it: {fetch_command(folder, known.repo, known.commit, names, None, *options)}"
+    if commit:
+        return f"download {_some(names)} again with hf download, as this folder was made (at commit {commit})"
+    return ""
+
+
+def _downloaded_commit(folder: Path) -> str:
+    notes = folder / ".cache" / "huggingface" / "download"
+    with suppress(OSError):
+        for path in sorted(notes.glob("*.metadata"))[:1]:
+            first = path.read_text(errors="replace")[:200].split("\n")[0].strip()
+            return first if _COMMIT.fullmatch(first) else ""
+    return ""
+
+
+def _is_checkout(folder: Path) -> bool:
+    return (folder / ".git").exists()
+
+
+def _checkout(folder: Path, names: Sequence[str]) -> str:
+    if not _is_checkout(folder):
+        return ""
+    return f"remove {_some(names)} and let Git LFS bring it again: git -C {shlex.quote(str(folder))} lfs pull"
+
+
+def _some(names: Sequence[str]) -> str:
+    if not names:
+        return "the files"
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
