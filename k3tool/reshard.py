@@ -25,7 +25,7 @@ from k3tool.layout import Layout, check, choose, expert_block, rank_folder, stag
 from k3tool.plan import FileJob, Plan, reads_of
 from k3tool.readback import Readback, verify_ranks, verify_whole
 from k3tool.reclaim import ReclaimedSource, Reclaimer, finish_note, read_note, refuse_reclaimed
-from k3tool.transform.forms import Opened, open_form
+from k3tool.transform.forms import Opened, data_companions, open_form
 from k3tool.transform.record import LayoutRecord
 from k3tool.transform.regroup import Grouped, group_by_owner, owner_jobs, rank_jobs
 from k3tool.transform.reshard import LAYOUT_NAME, Form, Resharder
@@ -324,13 +324,18 @@ def _by_folder(jobs: Sequence[FileJob], layout: Layout) -> dict[int, list[FileJo
 def closing_files(prepared: Prepared, report: Report) -> Iterator[SmallFile]:
     """Companions first, then each rank's index, configuration and manifest, and config.json of the whole last."""
     opened = prepared.opened
+    shared = data_companions(opened.companions, opened.source.files()) if prepared.request.form == "ranks" else []
+    held: list[SmallFile] = []  # read once, for every rank
     for name in opened.companions:
-        yield SmallFile(name, opened.source.read(name))
+        small = SmallFile(name, opened.source.read(name))
+        yield small
+        if name in shared:
+            held.append(small)
     config = opened.source.read(CONFIG_NAME)
     if prepared.request.form == "ranks":
         shown = range(prepared.layout.ranks) if prepared.request.ranks is None else prepared.request.ranks
         for rank in shown:
-            yield from _rank_files(prepared, rank, report)
+            yield from _rank_files(prepared, rank, report, held)
     else:
         yield SmallFile(INDEX_NAME, lambda: index_chunks(prepared.plan.jobs, prepared.record.total_size))
     if prepared.request.form == "ranks" or prepared.layout.ranks > 1:
@@ -338,9 +343,11 @@ def closing_files(prepared: Prepared, report: Report) -> Iterator[SmallFile]:
     yield SmallFile(CONFIG_NAME, config)
 
 
-def _rank_files(prepared: Prepared, rank: int, report: Report) -> Iterator[SmallFile]:
+def _rank_files(prepared: Prepared, rank: int, report: Report, held: Sequence[SmallFile]) -> Iterator[SmallFile]:
     folder = rank_folder(rank, prepared.layout.ranks)
     jobs = prepared.jobs_of[rank]
+    for small in held:
+        yield SmallFile(f"{folder}/{small.path}", small.data)
     size = sum(job.data_bytes for job in jobs)
     yield SmallFile(f"{folder}/{INDEX_NAME}", lambda: index_chunks(jobs, size))
     document = {**prepared.opened.form.config.raw, "k3tool": rank_section(prepared, rank)}

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from k3tool.checkpoint.origin import again, damaged
-from k3tool.checkpoint.source import Source, open_source
+from k3tool.checkpoint.source import LocalSource, Source, open_source
+from k3tool.checkpoint.strays import folder_with
 from k3tool.errors import CheckpointCorrupt, CheckpointMissing, UsageError
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ def encode_stretches(text: str) -> Iterator[str]:
 
 def find_tokenizer(where: Source | str | Path, vocab_size: int | None = None) -> Tokenizer | None:
     """The tokenizer of a checkpoint, or None where its files are not there. Raises CheckpointCorrupt."""
-    source = open_source(where) if isinstance(where, (str, Path)) else where
+    source = _holder(open_source(where) if isinstance(where, (str, Path)) else where)
     files = source.files()
     if RANKS_NAME not in files or TOKENIZER_CONFIG_NAME not in files:
         return None
@@ -208,7 +209,7 @@ def load_tokenizer(where: Source | str | Path, vocab_size: int | None = None) ->
     vocab_size: of the model (`K3Config.vocab_size`); the tokenizer must fit into it.
     Raises CheckpointMissing with the way around it, CheckpointCorrupt naming file, line and value.
     """
-    source = open_source(where) if isinstance(where, (str, Path)) else where
+    source = _holder(open_source(where) if isinstance(where, (str, Path)) else where)
     files = source.files()
     for name, limit in ((RANKS_NAME, MAX_RANKS_BYTES), (TOKENIZER_CONFIG_NAME, MAX_TOKENIZER_CONFIG_BYTES)):
         if name not in files:
@@ -226,6 +227,14 @@ def load_tokenizer(where: Source | str | Path, vocab_size: int | None = None) ->
     limit = len(tokens) + RESERVED_TOKENS if vocab_size is None else vocab_size
     named = parse_control_tokens(source.read(TOKENIZER_CONFIG_NAME), len(tokens), limit, where=where_config)
     return Tokenizer(tokens, named, vocab_size)
+
+
+def _holder(source: Source) -> Source:
+    """Where the tokenizer is: of a folder of ranks without one, the first rank's folder that is here."""
+    if RANKS_NAME in source.files():
+        return source
+    folder, root = folder_with(source, RANKS_NAME), source.local_path("")
+    return LocalSource(root / folder) if root is not None and folder.startswith("rank-") else source
 
 
 def _no_tokenizer(source: Source) -> str:

@@ -9,6 +9,7 @@ import pytest
 
 from k3tool.cli import app
 from k3tool.synthetic import tiny_config, write_checkpoint
+from k3tool.tokenizer import load_tokenizer
 from tests.helpers import k3tool
 
 RANK = "rank-00002-of-00004"
@@ -96,3 +97,19 @@ def test_a_node_checks_its_own_ranks(ranks: Path, capsys):
     ):
         ran = k3tool(capsys, "verify", *arguments)
         assert ran.code == 2 and message in ran.err
+
+
+def test_a_rank_needs_no_other_for_its_tokenizer(tmp_path: Path, capsys):
+    write_checkpoint(tmp_path / "whole", tiny_config(num_layers=2), tokenizer=True)
+    (tmp_path / "whole" / "README.md").write_text("a model card")
+    whole, ranks = tmp_path / "whole", tmp_path / "ranks"
+    assert k3tool(capsys, "reshard", whole, ranks, "--gpus", "2", "--ep", "2", "-q").code == 0
+    for rank in sorted(ranks.glob("rank-*")):
+        for name in ("tiktoken.model", "tokenizer_config.json", "generation_config.json"):
+            assert (rank / name).read_bytes() == (whole / name).read_bytes()
+        assert not (rank / "README.md").exists() and (ranks / "README.md").exists()
+    assert k3tool(capsys, "verify", ranks, "--depth", "bytes", "--json").json["unproven"] == 0
+    for name in ("tiktoken.model", "tokenizer_config.json"):  # as on a node that copied its ranks alone
+        (ranks / name).unlink()
+    assert load_tokenizer(ranks).encode("ab") == load_tokenizer(whole).encode("ab")
+    assert k3tool(capsys, "reshard", ranks, tmp_path / "back", "--gpus", "1", "--layout", "hf", "-q").code == 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +31,8 @@ from k3tool.transform.reshard import LAYOUT_NAME, RECLAIMED_NAME, Form, RanksFor
 from k3tool.transform.split import Splitter
 
 SHOWN_NAMES = 5
+DATA_SUFFIXES = (".json", ".model", ".jinja", ".txt", ".py")
+MAX_DATA_BYTES = 64 << 20
 VISION_PREFIXES = ("vision_tower.", "mm_projector.")
 
 
@@ -144,6 +146,16 @@ def companions(files: Mapping[str, int]) -> list[str]:
     )
 
 
+def data_companions(names: Sequence[str], sizes: Mapping[str, int]) -> list[str]:
+    """Those companions that a rank's folder gets too, so that a node needs no other: tokenizer, chat template,
+    generation settings. Not the model card, not pictures."""
+    return [
+        name
+        for name in names
+        if name.endswith(DATA_SUFFIXES) and not name.startswith("k3tool") and sizes.get(name, 0) <= MAX_DATA_BYTES
+    ]
+
+
 def check_conformance(config: K3Config, form: Form, label: str) -> None:
     """Every tensor that the configuration implies, in any complete storage scheme, and no other."""
     names: dict[int | None, list[str]] = defaultdict(list)
@@ -204,4 +216,4 @@ def _some(names: list[str]) -> str:
     return shown + (", ..." if len(names) > SHOWN_NAMES else "")
 
 
-__all__ = ["Opened", "check_conformance", "companions", "open_form"]
+__all__ = ["Opened", "check_conformance", "companions", "data_companions", "open_form"]

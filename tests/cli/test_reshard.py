@@ -42,7 +42,8 @@ def test_ranks_and_back(source, tmp_path, capsys):
     assert {"bytes_read", "bytes_written", "seconds", "peak_memory_bytes", "reason"} <= set(ran.json)
     assert ran.json["bytes_read"] > 0 < ran.json["seconds"] and ran.json["peak_memory_bytes"] > 2**20
     assert sorted(path.name for path in (ranks / "rank-00003-of-00008").iterdir()) == [
-        "config.json", "k3tool-manifest.json", "model-00001-of-000001.safetensors", "model.safetensors.index.json",
+        "config.json", "generation_config.json", "k3tool-manifest.json", "model-00001-of-000001.safetensors",
+        "model.safetensors.index.json", "tiktoken.model", "tokenizer_config.json",
     ]  # fmt: skip
     ran = k3tool(capsys, "reshard", ranks, joined, "--gpus", 1, "--layout", "hf", "--json")
     assert ran.code == 0 and tensors(joined) == tensors(source)
