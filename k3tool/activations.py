@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 FORMAT, VERSION = "k3tool-activations", "1"
 SQUARES, GRAM = ".input_mean_square", ".input_gram"
 READ_BYTES = 8 << 20
-AGAIN = "record it again: k3tool run DIR --save-activations FILE"
+AGAIN = "record it again, by run with --save-activations"
 _OTHERS = ("raw", "quantization", "dtype", "vision")  # of a configuration: not what the text model computes
 _DIAGONAL = 1e-3  # a Gram matrix and its mean squares are summed apart, in float32 and float64
 
@@ -119,7 +119,7 @@ class Activations:
             raise UnsupportedError(
                 f"{self.path} was recorded on another model: configuration {self.model[:12]!r}, "
                 f"the source has {fingerprint(config)[:12]!r}",
-                hint="record it on this model, whole: k3tool run DIR --save-activations FILE",
+                hint="record it on this model, whole, by run with --save-activations",
             )
 
     def mean_square(self, module: str, columns: int) -> NDArray[np.float32]:
@@ -143,7 +143,7 @@ class Activations:
         name = entry_of(module) + GRAM
         if name not in self._specs:
             raise UnsupportedError(
-                f"{self.path} holds no {name}", hint="record it with k3tool run DIR --save-activations FILE --gram"
+                f"{self.path} holds no {name}", hint="record it again, by run with --save-activations and --gram"
             )
         self._spec(name, (columns, columns))
 

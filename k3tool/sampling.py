@@ -24,7 +24,7 @@ def sample(
     if not math.isfinite(best.values.item()):
         raise CheckFailed(
             f"the largest logit is {best.values.item()}: the model's numbers overflowed",
-            hint="check the weights: k3tool verify --depth bytes; then try --dtype float32 or --backend reference",
+            hint="try --dtype float32 or --backend reference, and verify the weights at depth bytes",
         )
     if temperature <= 0.0:
         return int(best.indices)

@@ -88,7 +88,7 @@ class Inventory:
                 raise CheckpointCorrupt(
                     f"{number} of {config.num_experts} experts of layer {name.layer} store {name.module}.{name.part} as "
                     f"{kind.dtype} {list(kind.shape)}",
-                    hint="all experts of a layer must be stored alike; k3tool verify lists what is absent",
+                    hint="all experts of a layer must be stored alike; verify lists what is absent",
                 )
             layer_kind = None if name.layer is None else config.layer_kinds[name.layer]
             layers[layer_kind, name._replace(layer=0), kind].append(Stored(name, kind, (), number))
@@ -186,7 +186,8 @@ def _sections_beyond_layers(config: K3Config) -> range:
 
 def _unexpected(name: str) -> CheckpointCorrupt:
     return CheckpointCorrupt(
-        f"the configuration implies no tensor {name[:200]!r}", hint="k3tool inspect lists what does not belong"
+        f"the configuration implies no tensor {name[:200]!r}",
+        hint="config.json and shards are not of one checkpoint; inspect lists what does not belong",
     )
 
 

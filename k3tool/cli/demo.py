@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from k3tool import commands
 from k3tool.cli.options import JsonOption, QuietOption
 from k3tool.cli.output import Output, clean
 
@@ -49,7 +50,7 @@ def command(
         output.result(document, essential=folder)
     output.note(
         f"\nDone in {document['seconds']} s. {folder} holds the checkpoint, its ranks and its quantized form: "
-        f"try `cd {folder} && k3tool inspect quantized`, or fetch the real one: k3tool fetch --dry-run --local-dir DIR"
+        f"try this: {commands.command('inspect', folder / 'quantized')}"
     )
 
 

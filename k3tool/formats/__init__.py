@@ -70,10 +70,13 @@ def detect(parts: Mapping[str, PartSpec], *, where: str = "module", shape: tuple
             continue
         if scheme.missing:
             raise CheckpointMissing(
-                f"{where}: {scheme.missing} is missing beside {scheme.found}", hint="k3tool verify lists what is absent"
+                f"{where}: {scheme.missing} is missing beside {scheme.found}", hint="verify lists what is absent"
             )
         if scheme.problem:
-            raise CheckpointCorrupt(f"{where}: {scheme.problem}", hint="fetch the shard again, or ask its publisher")
+            raise CheckpointCorrupt(
+                f"{where}: {scheme.problem}",
+                hint="hold the file's bytes against its digest (verify at depth bytes); where they are right, its publisher has to mend it",
+            )
         return scheme.name
     held = ", ".join(f"{part} {spec.dtype} {list(spec.shape)}" for part, spec in sorted(parts.items()))
     raise UnsupportedError(f"{where}: no known storage scheme holds {held[:300]}", hint=f"k3tool reads {_names()}")

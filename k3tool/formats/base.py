@@ -30,7 +30,10 @@ def require(parts: Mapping[str, object], *names: str) -> str:
 
 
 def corrupt(what: str) -> CheckpointCorrupt:
-    return CheckpointCorrupt(what, hint="fetch the shard again, or ask its publisher")
+    return CheckpointCorrupt(
+        what,
+        hint="hold the file's bytes against its digest (verify at depth bytes); where they are right, its publisher has to mend it",
+    )
 
 
 def least_squares(

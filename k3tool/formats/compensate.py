@@ -114,7 +114,7 @@ def factorize(strips: Strips, order: NDArray[np.intp], name: str) -> NDArray[np.
     except np.linalg.LinAlgError:
         raise CheckpointCorrupt(
             f"the Gram matrix of {name} is not positive semidefinite, so it is none",
-            hint="record it again: k3tool run DIR --save-activations FILE --gram",
+            hint="record it again, by run with --save-activations and --gram",
         ) from None
     return matrix
 

@@ -297,7 +297,10 @@ def _finish(source: Stored, parts: dict[str, NDArray], sums: NDArray[np.float64]
 
 
 def not_finite(name: str, what: str) -> CheckpointCorrupt:
-    return CheckpointCorrupt(f"{name} holds {what}", hint="fetch the shard again and verify it, or ask its publisher")
+    return CheckpointCorrupt(
+        f"{name} holds {what}",
+        hint="hold the file's bytes against its digest (verify at depth bytes); where they are right, its publisher has to mend it",
+    )
 
 
 def integer_parts(words: NDArray, scale: NDArray, shape: tuple[int, ...]) -> dict[str, NDArray]:

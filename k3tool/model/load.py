@@ -317,7 +317,7 @@ def _a_log(weights: Weights, config: K3Config, name: str) -> Tensor:
             at = heads + int(extra[0])
             raise CheckpointCorrupt(
                 f"tensor {name}: entry {at} is padding behind {heads} heads and must be 0, found {float(stored[at]):g}",
-                hint="the checkpoint was written by a tool that misreads A_log: fetch the original",
+                hint="the checkpoint was written by a tool that misreads A_log: take the original",
             )
 
     weights.check(check)

@@ -87,7 +87,7 @@ def _check_codes(codes: Tensor, prefix: str, owned: range, name: str) -> Callabl
             if bool(((codes[slot] & 0x7F) == 0x7F).any()):
                 raise CheckpointCorrupt(
                     f"{prefix}.{expert}.{name}.weight holds a byte that stands for NaN",
-                    hint="check the file: k3tool verify --depth bytes",
+                    hint="hold the file's bytes against its digest (verify at depth bytes); where they are right, its publisher has to mend it",
                 )
 
     return check

@@ -37,7 +37,7 @@ def _refuse_nan_scale(scale: NDArray[np.uint8], tensor: str) -> None:
         where = int(np.argmax(scale == E8M0_NAN))
         raise CheckpointCorrupt(
             f"{tensor}: scale {where} is the byte 255, which is no number (llama.cpp would read 2^128)",
-            hint="fetch the shard again, or ask its publisher",
+            hint="hold the file's bytes against its digest (verify at depth bytes); where they are right, its publisher has to mend it",
             tensor=tensor,
         )
 
@@ -140,7 +140,11 @@ class Recode:
         return out, codes.reshape(groups, GROUP) * halves.astype(np.float32)[:, None]
 
     def _refuse(self, what: str, kind: type[CheckFailed | CheckpointCorrupt | UnsupportedError]) -> Exception:
-        hint = "fetch the shard again, or ask its publisher" if kind is CheckpointCorrupt else "choose --trunk bf16"
+        hint = (
+            "hold the file's bytes against its digest (verify at depth bytes); where they are right, its publisher has to mend it"
+            if kind is CheckpointCorrupt
+            else "choose --trunk bf16"
+        )
         return kind(f"{self.tensor}: {what}", hint=hint, tensor=self.tensor)
 
 

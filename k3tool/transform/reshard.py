@@ -166,7 +166,8 @@ class RanksForm:
         rule = self._splitter.rule(name)
         if rule is None:
             raise CheckpointCorrupt(
-                f"{name} is no tensor that this configuration implies", hint="k3tool inspect lists what is unexpected"
+                f"{name} is no tensor that this configuration implies",
+                hint="config.json and shards are not of one checkpoint; inspect lists what is unexpected",
             )
         return rule
 
@@ -179,7 +180,8 @@ class RanksForm:
             return self._tensors.tables[rank].kind(str(name))
         except KeyError:
             raise CheckpointMissing(
-                f"rank {rank} lacks tensor {name}", hint="write that rank again: k3tool reshard ... --rank " + str(rank)
+                f"rank {rank} lacks tensor {name}",
+                hint=f"write that rank again: reshard its source into this folder with --rank {rank}",
             ) from None
 
     def _whole_kind(self, name: TensorName, rule: Rule, rank: int) -> Kind:
@@ -269,7 +271,8 @@ class Resharder:
         rule = self.splitter.rule(name)
         if rule is None:
             raise CheckpointCorrupt(
-                f"{name} is no tensor that this configuration implies", hint="k3tool inspect lists what is unexpected"
+                f"{name} is no tensor that this configuration implies",
+                hint="config.json and shards are not of one checkpoint; inspect lists what is unexpected",
             )
         return rule
 
@@ -342,7 +345,7 @@ class CutPadded:
         if inputs[0][self.cut.content * width :].any():
             raise CheckpointCorrupt(
                 f"{self.output.name}: the entries from {self.cut.content} to {self.cut.stored} pad it and must be zero",
-                hint="verify the source: k3tool verify --depth bytes",
+                hint="verify the source at depth bytes; where its bytes are right, its publisher has to mend it",
             )
         held = bytes(inputs[0][self.first * width : self.last * width])
         return Applied([held + bytes(self.cut.kept * width - len(held))])

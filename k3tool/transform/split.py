@@ -300,7 +300,8 @@ def parsed(name: str) -> TensorName:
     found = parse_name(name)
     if found is None:
         raise CheckpointCorrupt(
-            f"{name[:200]!r} is no tensor name of this family", hint="k3tool inspect lists what does not belong"
+            f"{name[:200]!r} is no tensor name of this family",
+            hint="this is another model, or of a newer kind; inspect lists what does not belong",
         )
     return found
 
@@ -308,5 +309,5 @@ def parsed(name: str) -> TensorName:
 def _mismatch(name: TensorName, kind: Kind, expected: str) -> CheckpointCorrupt:
     return CheckpointCorrupt(
         f"{name}: the configuration says {expected}, found {kind.dtype} {list(kind.shape)}",
-        hint="k3tool inspect shows what differs from config.json",
+        hint="config.json and shards are not of one checkpoint; inspect shows what differs",
     )
