@@ -35,11 +35,14 @@ def known_digests(checkpoint: Checkpoint) -> tuple[dict[str, FileRecord], str]:
     if manifest is not None:
         return dict(manifest.files), f"the manifest of k3tool {manifest.command}"
     from k3tool import release
+    from k3tool.hub.cache import blob_digests
 
     recorded = _downloaded_digests(folder)
     if release.same_architecture(checkpoint.config) and set(release.shards()) == set(checkpoint.shards):
         others = {name: r for name, r in release.other_files().items() if name in checkpoint.files}
         return {**recorded, **others, **release.shards()}, "the built-in table of the release"
+    if not recorded and (blobs := blob_digests(folder)):
+        return blobs, "the names of the Hub cache's blobs"
     return recorded, "the records of hf download" if recorded else ""
 
 

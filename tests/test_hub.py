@@ -23,7 +23,8 @@ from k3tool.checkpoint.reader import Checkpoint
 from k3tool.checkpoint.source import LocalSource, Source, open_source
 from k3tool.errors import CheckpointCorrupt, CheckpointMissing, RemoteError, UsageError
 from k3tool.hub import HubSource, RemoteFile, RetryPolicy, SystemClock, Transient
-from k3tool.hub.http import Connections, _tls, open_range, origin, retry_after
+from k3tool.hub.connect import origin
+from k3tool.hub.http import Connections, open_range, retry_after
 from k3tool.hub.remote import check_path, endpoint_of
 from k3tool.hub.retry import Retry, Stopped
 from k3tool.inspection import inspect
@@ -279,7 +280,7 @@ def test_a_name_that_is_file_and_folder(hub: StandIn):
 
 def test_a_list_with_an_impossible_size(hub: StandIn):
     hub.add("org/bad", {"a": HubFile("a", None, size=-5, sha256="0" * 64)})
-    with pytest.raises(CheckpointCorrupt, match="size -5"):
+    with pytest.raises(RemoteError, match='contradicts itself: "a" has size -5'):
         HubSource("org/bad", endpoint=hub.endpoint).files()
 
 
@@ -468,15 +469,24 @@ def test_certificates_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         url = f"https://127.0.0.1:{server.server_port}/x"
-        _tls.cache_clear()
-        with pytest.raises(Transient, match=r"no connection to 127\.0\.0\.1:\d+ \(.*certificate"):
+        with pytest.raises(RemoteError, match=r"the certificate of 127\.0\.0\.1:\d+ is not trusted: self") as refused:
+            ask()
+        assert "SSL_CERT_FILE" in refused.value.hint and "REQUESTS_CA_BUNDLE" in refused.value.hint
+        for name in ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"):
+            monkeypatch.setenv(name, "/nowhere/ca.pem")
+            with pytest.raises(UsageError, match=f"{name} names certificates that cannot be read: /nowhere/ca.pem"):
+                ask()
+            monkeypatch.delenv(name)
+            monkeypatch.setenv(name, str(tmp_path / "cert.pem"))
+            assert ask() == b"abc"
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "key.pem"))
+        with pytest.raises(UsageError, match="SSL_CERT_FILE names certificates that cannot be read"):
             ask()
         monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "cert.pem"))
-        _tls.cache_clear()
         assert ask() == b"abc"
         server.shutdown()
         thread.join()
-    _tls.cache_clear()
 
 
 def test_redirects_have_an_end_and_a_scheme(hub: StandIn):

@@ -8,19 +8,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from k3tool.checkpoint.address import parse_repository
 from k3tool.checkpoint.origin import again
 from k3tool.disk import disk_errors, refusal
-from k3tool.errors import CheckpointCorrupt, CheckpointMissing, K3Error, UsageError
-
-_REPO = re.compile(
-    r"(?:hf://)?(?P<repo>[\w][\w.-]{0,95}/[\w][\w.-]{0,95})(?:@(?P<revision>[\w][\w./-]{0,199}))?", re.ASCII
-)
-
+from k3tool.errors import CheckpointCorrupt, CheckpointMissing, K3Error
+from k3tool.events import aside
 
 _STREWN = frozenset((".DS_Store", "Thumbs.db", "desktop.ini"))
 
@@ -111,28 +107,52 @@ def read_exactly(descriptor: int, offset: int, buffer: memoryview, *, where: str
 
 
 def open_source(text: str | Path) -> Source:
-    """A local folder where one exists, else a Hub repository `org/name[@revision]` or `hf://org/name[@revision]`; while
+    """A local folder where one exists, else a repository of the Hub as `address.parse_repository` reads it; while
     HF_HUB_OFFLINE is set, what the Hub client's cache holds of it.
 
-    Raises CheckpointMissing for a path that does not exist, UsageError for text that is neither.
+    Raises CheckpointMissing for a path that does not exist, or a folder that hides a repository and holds nothing;
+    UsageError for text that is neither.
     """
-    if not str(text).startswith("hf://") and Path(text).exists():
+    said = str(text)
+    if "://" not in said and Path(text).exists():
+        _check_not_hiding(said)
         return LocalSource(text)
-    match = _REPO.fullmatch(str(text))
-    if match is None:
+    address = parse_repository(said)
+    if address is None:
         raise CheckpointMissing(
             f"{text} does not exist", hint="name a checkpoint folder or a repository (org/name[@revision])"
         )
-    if ".." in match["repo"] or ".." in (match["revision"] or ""):
-        raise UsageError(f"not a repository: {text}", hint="write org/name or org/name@revision")
     from k3tool.hub import HubSource
     from k3tool.hub.cache import cached_snapshot
-    from k3tool.hub.remote import is_offline
+    from k3tool.hub.remote import endpoint_of, is_offline
 
-    snapshot = cached_snapshot(match["repo"], match["revision"]) if is_offline() else None
-    if snapshot is not None:
-        return LocalSource(snapshot)
-    return HubSource(match["repo"], match["revision"])
+    if is_offline():
+        snapshot = cached_snapshot(*address)
+        if snapshot is not None:
+            local = LocalSource(snapshot)
+            local.label = f"{address.repo}@{address.revision}" if address.revision else address.repo
+            return local
+    is_path = "://" not in said and address.repo in said.split("@")[0]
+    if is_path:
+        aside(f"there is no folder {said} here; asking the Hub ({endpoint_of()})")
+    return HubSource(*address, meant_path=said if is_path else None)
+
+
+def _check_not_hiding(text: str) -> None:
+    """A folder of a repository's name that holds no checkpoint is said to be one, and that the repository is hidden."""
+    if os.path.isabs(text) or "@" in text or not os.path.isdir(text):
+        return
+    address = parse_repository(text)
+    if address is None:
+        return
+    with disk_errors(text, "list"):
+        names = os.listdir(text)
+    if not any(name.endswith((".json", ".safetensors", ".gguf")) or name.startswith("rank-") for name in names):
+        holds = "is empty" if not names else "holds no checkpoint"
+        raise CheckpointMissing(
+            f"the folder {text} here {holds}; it was taken, and not the repository of that name",
+            hint=f"name another folder, or write hf://{text} for the repository on the Hub",
+        )
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import typer
 
 from k3tool.cli.options import DryRunOption, JsonOption, MemoryOption, OverwriteOption, QuietOption, WorkersOption
 from k3tool.cli.output import Output, clean, table
+from k3tool.errors import UsageError
 from k3tool.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -64,15 +65,18 @@ def command(
     A killed or interrupted fetch goes on where it was when the same command is run again. Finished files are compared
     with the digests that the Hub publishes, and for the release with the built-in ones.
     """
+    from k3tool.checkpoint.address import NAMED, parse_repository
     from k3tool.fetch import fetch
     from k3tool.hub import RetryPolicy
 
     with Output("fetch", json=json, quiet=quiet) as output:
-        name, at, pinned = repo.removeprefix("hf://").partition("@")
+        address = parse_repository(repo)
+        if address is None:
+            raise UsageError(f"not a repository name: {repo}", hint=NAMED)
         result = fetch(
-            name,
+            address.repo,
             local_dir,
-            revision=revision or (pinned if at else None),
+            revision=revision or address.revision,
             include=include or (),
             exclude=exclude or (),
             layers=layers,

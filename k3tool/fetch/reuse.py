@@ -20,7 +20,7 @@ from k3tool.checkpoint.writer import fsync_folder, sync_file
 from k3tool.disk import disk_errors, make_folder, refusal
 from k3tool.fetch.partial import READ_BLOCK, Digests, partial_path
 from k3tool.hub import RemoteFile
-from k3tool.hub.cache import cache_folder
+from k3tool.hub.cache import cache_folder, is_placed
 
 _FICLONE = 0x40049409
 How = Literal["reflink", "hard link", "copy"]
@@ -29,7 +29,7 @@ How = Literal["reflink", "hard link", "copy"]
 def candidates(repo: str, name: str, file: RemoteFile, folders: Sequence[Path]) -> Iterator[Path]:
     """Existing files of the right size that may hold `name`: cache blobs first (named by digest), then folders."""
     places = [folder / name for folder in folders]
-    if file.etag:
+    if file.etag and is_placed():
         places.insert(0, cache_folder(repo) / "blobs" / file.etag)
     for place in places:
         with contextlib.suppress(OSError):

@@ -12,11 +12,14 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from k3tool.errors import CheckpointMissing
-from k3tool.hub.http import SKIP_LIMIT, Body, Connections, Refused, open_range, origin
+from k3tool.errors import CheckpointMissing, K3Error, RemoteError
+from k3tool.events import aside
+from k3tool.hub.cache import cached_snapshot, list_snapshot
+from k3tool.hub.connect import origin
+from k3tool.hub.http import SKIP_LIMIT, Body, Connections, Refused, open_range
+from k3tool.hub.listing import Listing, RemoteFile
 from k3tool.hub.remote import (
-    Listing,
-    RemoteFile,
+    Hub,
     authorization,
     endpoint_of,
     find_address,
@@ -24,18 +27,22 @@ from k3tool.hub.remote import (
     judge_content,
     list_revision,
     offline_error,
+    user_agent,
 )
 from k3tool.hub.retry import Clock, Retry, RetryPolicy, Stopped, SystemClock, Transient
 
 __all__ = ["HubSource", "Listing", "RemoteFile", "RetryPolicy", "Stopped", "SystemClock", "Transient"]
 
 SMALL_FILE = 1 << 20
+PATH_PATIENCE_S = 8.0
 
 
 class HubSource:
     """`repo` at `revision` (a branch, tag or commit; None is the default branch), resolved to a commit on first use.
 
-    token: None uses the stored token or HF_TOKEN, False sends none. Safe to use from several threads.
+    token: None uses the stored token or HF_TOKEN, False sends none. tell: hears of failures that are waited out.
+    meant_path: what the user typed, where that may be a mistyped path: a Hub that cannot be reached is then given up
+    soon. While HF_HUB_OFFLINE is set, the listing is that of the Hub client's cache. Safe to use from several threads.
     """
 
     def __init__(
@@ -47,7 +54,8 @@ class HubSource:
         token: str | bool | None = None,
         policy: RetryPolicy | None = None,
         clock: Clock | None = None,
-        tell: Callable[[str], object] = lambda _: None,
+        tell: Callable[[str], object] = aside,
+        meant_path: str | None = None,
     ) -> None:
         self.repo = repo
         self.revision = revision
@@ -56,9 +64,10 @@ class HubSource:
         self.policy = policy or RetryPolicy()
         self.clock: Clock = clock or SystemClock()
         self.tell = tell
-        self.connections = Connections(self.policy.stall_s)
+        self.connections = Connections(self.policy.stall_s, word_s=self.policy.word_s)
         self.began = self.clock.now()
-        self._token = token
+        self.meant_path = meant_path
+        self._hub = Hub(self.connections, self.endpoint, token)
         self._lock = threading.RLock()
         self._listing: Listing | None = None
         self._addresses: dict[str, str] = {}
@@ -99,22 +108,34 @@ class HubSource:
 
     @property
     def listing(self) -> Listing:
-        """Commit and files. Raises RemoteError, CheckpointCorrupt."""
+        """Commit and files. Raises RemoteError, CheckpointCorrupt, CheckpointMissing."""
         with self._lock:
             if self._listing is None:
-                if is_offline():
-                    raise offline_error(f"{self.label} at {self.endpoint}")
-                retry = self.retry()
-                while self._listing is None:
-                    try:
-                        self._listing = list_revision(self.repo, self.revision, self.endpoint, self._token)
-                    except Transient as error:
-                        retry.failed(error, self.label)
-                    except ImportError as error:
-                        raise CheckpointMissing(
-                            f"the Hub cannot be used: {error}", hint="install huggingface_hub"
-                        ) from None
+                try:
+                    self._listing = self._list_offline() if is_offline() else self._list()
+                except K3Error as error:
+                    self.close()
+                    if self.meant_path is not None and isinstance(error, RemoteError):
+                        error.message += f"; and there is no folder {self.meant_path} here"
+                    raise
             return self._listing
+
+    def _list(self) -> Listing:
+        retry = self.retry()
+        if self.meant_path is not None and self.policy == RetryPolicy():
+            retry.policy = RetryPolicy(patience_s=PATH_PATIENCE_S)
+        while True:
+            try:
+                return list_revision(self._hub, self.repo, self.revision)
+            except Transient as error:
+                retry.failed(error, self.label)
+
+    def _list_offline(self) -> Listing:
+        """What the Hub client's cache holds of the revision. Raises RemoteError where that is nothing."""
+        snapshot = cached_snapshot(self.repo, self.revision)
+        if snapshot is None:
+            raise offline_error(f"{self.label} at {self.endpoint}")
+        return list_snapshot(snapshot, self.label)
 
     @property
     def commit(self) -> str:
@@ -138,7 +159,9 @@ class HubSource:
     def open(self, name: str, start: int, stop: int, *, skip_limit: int = SKIP_LIMIT) -> Body:
         """One attempt at bytes [start, stop), start < stop. Raises Transient, RemoteError, CheckpointCorrupt."""
         file = self.remote(name)
-        token = authorization(self._token)
+        if is_offline():
+            raise offline_error(f"{self.label} {name} at {self.endpoint}")
+        token = authorization(self._hub.token)
         try:
             return open_range(
                 self.connections,
@@ -146,7 +169,7 @@ class HubSource:
                 start,
                 stop,
                 file.size,
-                headers={"User-Agent": _user_agent()},
+                headers={"User-Agent": user_agent()},
                 authorization=token,
                 home=origin(self.endpoint),
                 skip_limit=skip_limit,
@@ -175,7 +198,7 @@ class HubSource:
         with self._lock:
             known = self._addresses.get(name)
         if known is None:
-            known = find_address(self.repo, self.commit, name, file, self.endpoint, self._token)
+            known = find_address(self._hub, self.repo, self.commit, name, file)
             with self._lock:
                 self._addresses[name] = known
         return known
@@ -203,9 +226,3 @@ class HubSource:
         return CheckpointMissing(
             f"{self.label}: {name} has {size} bytes, needed up to {offset + length}", hint="k3tool inspect checks it"
         )
-
-
-def _user_agent() -> str:
-    from huggingface_hub.utils import build_hf_headers
-
-    return build_hf_headers(token=False, library_name="k3tool").get("user-agent", "k3tool")

@@ -1,7 +1,8 @@
 """Byte ranges over HTTP: one GET, its redirects and its answer checked, its body read into the caller's memory.
 
 Plain `http.client`, because bytes go from the socket straight into a reused buffer with the interpreter lock
-released. The token travels to the Hub's own address only. Proxies and certificates follow the usual environment.
+released. The token travels to the Hub's own address only. File lists, addresses and data take the same way: one rule
+for proxies, one for certificates, one bound on what an answer may be.
 """
 
 from __future__ import annotations
@@ -10,27 +11,32 @@ import email.utils
 import http.client
 import re
 import socket
-import ssl
 import threading
 import time
-import urllib.request
-from collections.abc import Mapping
-from contextlib import suppress
-from functools import cache
-from urllib.parse import urljoin, urlsplit
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+from urllib.parse import urlsplit
 
 from k3tool.errors import RemoteError
+from k3tool.events import aside
+from k3tool.hub.connect import follow, is_address, new_connection, origin, proxy_refused, unreachable, words
+from k3tool.hub.proxy import Proxy, proxy_for
 from k3tool.hub.retry import Transient
+from k3tool.hub.wire import CODINGS, Decoder, Response, Waiting, response_class
 
-CONNECT_TIMEOUT_S = 15.0
 MAX_REDIRECTS = 5
 ODD_LIMIT = 4  # answers that break the protocol are not asked for more often than this
 NEAR_S = 0.002  # a connection made within this time has no use for a deep receive buffer
 NEAR_BUFFER = 1 << 18
-TRICKLE_BYTES = 1 << 14
 SKIP_LIMIT = 1 << 26
-_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
-_REDIRECTS = (301, 302, 303, 307, 308)
+FRAMING = 16  # a chunked body may be so many times as long as what it holds, and this much longer in any case:
+FRAMING_BYTES = 1 << 20
+WORD_S = 5.0  # who waits for longer is told so
+_CONTENT_RANGE = re.compile(r"bytes[ =](\d{1,19})-(\d{1,19})/(\d{1,19}|\*)", re.ASCII | re.IGNORECASE)
+OTHER_SERVER = "the server breaks the protocol, and goes on to: name another mirror (HF_ENDPOINT)"
+REDIRECTS = (301, 302, 303, 307, 308)
 
 
 class Refused(Exception):
@@ -43,17 +49,13 @@ class Refused(Exception):
         self.headers = headers
 
 
-def origin(url: str) -> tuple[str, str, int]:
-    """(scheme, host, port): where a credential may go is decided on this."""
-    split = urlsplit(url)
-    return split.scheme, split.hostname or "", split.port or (443 if split.scheme == "https" else 80)
-
-
 class Connections:
     """Idle connections of one thread, by origin, and every open socket of all threads, so that a stop reaches them."""
 
-    def __init__(self, stall_s: float) -> None:
+    def __init__(self, stall_s: float, *, word_s: float = WORD_S, tell: Callable[[str], object] = aside) -> None:
+        """stall_s: how long a server may bring nothing. word_s: after how much of that `tell` hears of it."""
         self.stall_s = stall_s
+        self.waiting = Waiting(word_s, tell)
         self._idle = threading.local()
         self._lock = threading.Lock()
         self._open: set[http.client.HTTPConnection] = set()
@@ -66,14 +68,18 @@ class Connections:
         connection = idle.pop(origin(url), None)
         if connection is not None:
             return connection, True
-        connection = _connect(url)
-        began = time.monotonic()
-        try:
-            connection.connect()
-        except OSError as error:
-            connection.close()
-            raise Transient(f"no connection to {urlsplit(url).netloc} ({_words(error)})") from None
-        is_near = time.monotonic() - began < NEAR_S
+        scheme, host, port = origin(url)
+        proxy = proxy_for(scheme, host, port)
+        connection = new_connection(url, proxy)
+        connection.response_class = response_class(self.stall_s, self.waiting, urlsplit(url).netloc)
+        with self._announced(str(proxy) if proxy else urlsplit(url).netloc):
+            began = time.monotonic()
+            try:
+                connection.connect()
+            except (OSError, ValueError, http.client.HTTPException) as error:
+                connection.close()
+                raise unreachable(url, proxy, error) from None
+            is_near = time.monotonic() - began < NEAR_S
         connection.sock.settimeout(self.stall_s)
         if is_near:  # keeps what a killed process had not read yet, and must ask for again, small
             connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, NEAR_BUFFER)
@@ -83,6 +89,18 @@ class Connections:
             self.drop(connection)
             raise Transient("stopped")
         return connection, False
+
+    @contextmanager
+    def _announced(self, host: str) -> Iterator[None]:
+        """A block that cannot look at the clock itself; said where it takes long."""
+        since = time.monotonic()
+        timer = threading.Timer(self.waiting.after_s, self.waiting.for_host, (host, since))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def keep(self, url: str, connection: http.client.HTTPConnection) -> None:
         self._idle.__dict__.setdefault("pool", {})[origin(url)] = connection
@@ -116,53 +134,55 @@ class Connections:
 class Body:
     """The open answer to one range request: exactly `remaining` bytes are still to come."""
 
-    def __init__(
-        self, pool: Connections, connection: http.client.HTTPConnection, response: http.client.HTTPResponse, url: str
-    ) -> None:
+    def __init__(self, pool: Connections, connection: http.client.HTTPConnection, response: Any, url: str) -> None:
         self._pool = pool
         self._connection = connection
-        self._response = response
+        self._response: Response = response
         self._url = url
         self.remaining = 0
         self.ignored_range = False  # the server sends the whole file: what is beyond `remaining` is left unread
         self.skipped = 0  # bytes that came although they were not asked for
         self._received = 0
-        self._window_began = time.monotonic()
-        self._window_bytes = 0
         plain = response.length is not None and not response.chunked
         # One receive per call, so that what arrived is never lost to a later timeout.
-        self._receive = response.fp.readinto1 if plain else response.readinto
+        self._receive: Callable[[memoryview], int] = response.fp.readinto1 if plain else response.readinto
+        self.coded = False
+
+    def expect(self, count: int) -> None:
+        """So many bytes are to come, and little more may."""
+        self.remaining = count
+        self._response.wire.begin_body(FRAMING * count + FRAMING_BYTES)
+
+    def decode(self, coding: str) -> None:
+        """What comes is undone on its way: `gzip` or `deflate`, that some servers send whatever is asked."""
+        self._receive = Decoder(self._receive, CODINGS[coding]).readinto
+        self.coded = True
 
     def read_into(self, view: memoryview) -> int:
         """Some bytes, at least one. Raises Transient where the connection ends early or brings nothing."""
         try:
             got = self._receive(view[: self.remaining])
-        except TimeoutError:
-            raise Transient(f"no progress for {self._pool.stall_s:g} s") from None
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            raise Transient(f"connection lost ({_words(error)})") from None
+        except TimeoutError as error:
+            raise Transient(f"no progress for {self._pool.stall_s:g} s{error}") from None
+        except zlib.error as error:
+            raise Transient(f"a damaged coding of the answer ({error})", limit=ODD_LIMIT) from None
+        except (OSError, http.client.HTTPException, ValueError, AssertionError) as error:
+            raise Transient(f"connection lost ({words(error)})") from None
         if not got:
-            raise Transient(f"connection closed with {self.remaining} bytes still to come")
+            raise Transient(f"connection closed with {self.remaining} bytes still to come", ended=True)
         self.remaining -= got
         self._received += got
-        self._watch(got)
         return got
-
-    def _watch(self, got: int) -> None:
-        """A trickle is a stall: less than `TRICKLE_BYTES` in one stall time is no progress."""
-        self._window_bytes += got
-        now = time.monotonic()
-        if now - self._window_began < self._pool.stall_s:
-            return
-        if self._window_bytes < TRICKLE_BYTES and self.remaining:
-            raise Transient(f"no progress for {self._pool.stall_s:g} s ({self._window_bytes} bytes)")
-        self._window_began, self._window_bytes = now, 0
 
     def skip(self, count: int) -> None:
         buffer = memoryview(bytearray(min(count, 1 << 20)))
         self.skipped = 0
         while self.skipped < count:
             self.skipped += self.read_into(buffer[: count - self.skipped])
+
+    def uncount(self) -> None:
+        """This is no content of a file: it does not count as received."""
+        self._received = 0
 
     def abandon(self) -> None:
         self.remaining = 1
@@ -171,7 +191,7 @@ class Body:
     def close(self) -> None:
         """Keep the connection when the answer was read to its end, else drop it."""
         whole = self.remaining == 0 and self._response.length is not None and not self._response.will_close
-        whole = whole and not self._response.chunked and not self.ignored_range
+        whole = whole and not self._response.chunked and not self.ignored_range and not self.coded
         self._response.close()
         self._pool.count(self._received)
         self._received = 0
@@ -179,6 +199,12 @@ class Body:
             self._pool.keep(self._url, self._connection)
         else:
             self._pool.drop(self._connection)
+
+
+def coding_of(response: http.client.HTTPResponse) -> str:
+    """`Content-Encoding`, in small letters; empty for identity."""
+    found = (response.headers.get("Content-Encoding") or "").strip().lower()
+    return "" if found == "identity" else found[:40]
 
 
 def open_range(
@@ -201,16 +227,20 @@ def open_range(
     """
     asked = {**headers, "Accept-Encoding": "identity", "Range": f"bytes={start}-{stop - 1}"}
     for _ in range(MAX_REDIRECTS + 1):
-        if urlsplit(url).scheme not in ("http", "https"):
-            raise RemoteError(f"redirected to {url[:200]}, which is no web address", hint="check HF_ENDPOINT")
+        if not is_address(url):
+            raise RemoteError(f"redirected to {url[:200]!r}, which is no web address", hint="check HF_ENDPOINT")
         sent = {**asked, "Authorization": authorization} if authorization and origin(url) == home else asked
-        connection, response = _request(pool, url, sent)
-        if response.status in _REDIRECTS:
+        connection, response = request(pool, url, sent)
+        if response.status in REDIRECTS:
             location = response.headers.get("Location")
             pool.drop(connection)
             if not location:
                 raise Transient(f"HTTP {response.status} without a Location", limit=ODD_LIMIT)
-            url = urljoin(url, location)
+            url = follow(url, location)
+            continue
+        if response.status == 206 and coding_of(response) and "Range" in asked and (start, stop) == (0, size):
+            pool.drop(connection)  # a coded range says nothing; a coded whole can be undone
+            del asked["Range"]
             continue
         body = Body(pool, connection, response, url)
         try:
@@ -222,60 +252,87 @@ def open_range(
     raise RemoteError(f"more than {MAX_REDIRECTS} redirects, last to {url[:200]}", hint="check HF_ENDPOINT")
 
 
-def _request(
-    pool: Connections, url: str, headers: Mapping[str, str]
+def request(
+    pool: Connections, url: str, headers: Mapping[str, str], method: str = "GET"
 ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
     split = urlsplit(url)
     target = (split.path or "/") + (f"?{split.query}" if split.query else "")
     while True:
         connection, used = pool.take(url)
-        via = getattr(connection, "k3_proxy", None)  # a proxy for plain HTTP wants the whole address
+        proxy: Proxy | None = getattr(connection, "k3_proxy", None)
+        plain = proxy is not None and split.scheme == "http"  # such a proxy wants the whole address
+        through = f" through {proxy}" if proxy else ""
         try:
-            connection.request("GET", target if via is None else url, headers={**headers, **(via or {})})
-            return connection, connection.getresponse()
+            extra = dict(proxy.credentials) if proxy is not None and plain else {}
+            connection.request(method, url if plain else target, headers={**headers, **extra})
+            response = connection.getresponse()
         except TimeoutError:
             pool.drop(connection)
-            raise Transient(f"no answer from {split.netloc} for {pool.stall_s:g} s") from None
-        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise Transient(f"no answer from {split.netloc}{through} for {pool.stall_s:g} s") from None
+        except (OSError, http.client.HTTPException, ValueError, AssertionError) as error:
             pool.drop(connection)
             if used and not pool.stopped:  # the server closed an idle connection: no failure yet
                 continue
-            raise Transient(f"connection to {split.netloc} lost ({_words(error)})") from None
+            raise Transient(f"connection to {split.netloc}{through} lost ({words(error)})") from None
+        if response.status == 407 and proxy is not None:
+            pool.drop(connection)
+            raise proxy_refused(proxy, "407 Proxy Authentication Required")
+        return connection, response
 
 
 def _check(body: Body, response: http.client.HTTPResponse, start: int, stop: int, size: int, skip_limit: int) -> None:
     """Leave `body` standing at `start` with `stop - start` bytes to come, or raise."""
-    status = response.status
+    status, coding = response.status, coding_of(response)
+    is_whole = (start, stop) == (0, size)  # then size and digest say the rest
     if status == 206:
         found = response.headers.get("Content-Range", "")
         match = _CONTENT_RANGE.fullmatch(found.strip())
         expected = f"bytes {start}-{stop - 1}/{size}"
-        if not match or (int(match[1]), int(match[2])) != (start, stop - 1) or match[3] not in (str(size), "*"):
-            raise Transient(f"wrong Content-Range (expected {expected!r}, found {found!r})", limit=ODD_LIMIT)
-        body.remaining = stop - start
+        missing = not found and is_whole and response.length in (None, size)
+        right = match and (int(match[1]), int(match[2])) == (start, stop - 1) and match[3] in (str(size), "*")
+        if not right and not missing:
+            raise Transient(
+                f"wrong Content-Range (expected {expected!r}, found {found[:80]!r})", limit=ODD_LIMIT, hint=OTHER_SERVER
+            )
+        if coding:
+            raise Transient(f"a range coded as {coding}, though identity was asked", limit=ODD_LIMIT, hint=OTHER_SERVER)
+        body.expect(stop - start)
         if response.length is not None and response.length != body.remaining:
-            raise Transient(f"wrong Content-Length (expected {stop - start}, found {response.length})", limit=ODD_LIMIT)
+            raise Transient(
+                f"wrong Content-Length (expected {stop - start}, found {response.length})",
+                limit=ODD_LIMIT,
+                hint=OTHER_SERVER,
+            )
         return
     if status == 200:
-        if response.headers.get("Content-Encoding", "identity") != "identity":
-            raise Transient(f"an encoded answer ({response.headers['Content-Encoding']})", limit=ODD_LIMIT)
-        if response.length is not None and response.length != size:
-            raise Transient(f"wrong size (expected {size} bytes, found {response.length})", limit=ODD_LIMIT)
+        if coding in CODINGS:
+            body.decode(coding)
+        elif coding:
+            raise Transient(
+                f"an answer coded as {coding}, though identity was asked", limit=ODD_LIMIT, hint=OTHER_SERVER
+            )
+        elif response.length is not None and response.length != size:
+            raise Transient(
+                f"wrong size (expected {size} bytes, found {response.length})", limit=ODD_LIMIT, hint=OTHER_SERVER
+            )
         if start > skip_limit:
             raise RemoteError(
                 f"{urlsplit(body._url).netloc} ignores Range: it answers with the whole file of {size} bytes",
                 hint="name another mirror (HF_ENDPOINT), or fetch the checkpoint whole",
             )
-        body.remaining = size
+        body.expect(size)
         body.skip(start)
         body.remaining = min(body.remaining, stop - start)
         body.ignored_range = size > stop - start
         return
     if status == 416:
         found = response.headers.get("Content-Range", "no size")
-        raise Transient(f"range {start}-{stop - 1} refused (expected {size} bytes, found {found!r})", limit=ODD_LIMIT)
+        raise Transient(
+            f"range {start}-{stop - 1} refused (expected {size} bytes, found {found[:80]!r})", limit=ODD_LIMIT
+        )
     if status in (408, 425, 429) or status >= 500:
-        raise Transient(f"HTTP {status} {response.reason}".rstrip(), retry_after_s=retry_after(dict(response.headers)))
+        reason = "".join(char for char in response.reason[:80] if char.isprintable())
+        raise Transient(f"HTTP {status} {reason}".rstrip(), retry_after_s=retry_after(dict(response.headers)))
     raise Refused(status, body._url, dict(response.headers))
 
 
@@ -289,46 +346,3 @@ def retry_after(headers: Mapping[str, str]) -> float | None:
         return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
     limited = re.search(r"r\s*=\s*0\s*;\s*t\s*=\s*(\d{1,9})", lower.get("ratelimit", ""))
     return float(limited[1]) if limited else None
-
-
-def _connect(url: str) -> http.client.HTTPConnection:
-    scheme, host, port = origin(url)
-    proxy = urllib.request.getproxies().get(scheme) if not urllib.request.proxy_bypass(host) else None
-    if not proxy:
-        if scheme == "https":
-            return http.client.HTTPSConnection(host, port, timeout=CONNECT_TIMEOUT_S, context=_tls())
-        return http.client.HTTPConnection(host, port, timeout=CONNECT_TIMEOUT_S)
-    via = urlsplit(proxy if "//" in proxy else f"http://{proxy}")
-    place = via.hostname or "", via.port or 80
-    connection = http.client.HTTPConnection(*place, timeout=CONNECT_TIMEOUT_S)
-    if scheme == "https":
-        connection = http.client.HTTPSConnection(*place, timeout=CONNECT_TIMEOUT_S, context=_tls())
-        connection.set_tunnel(host, port, headers=_proxy_credentials(via.username, via.password))
-    else:
-        connection.k3_proxy = _proxy_credentials(via.username, via.password)  # type: ignore[attr-defined]
-    return connection
-
-
-def _proxy_credentials(user: str | None, password: str | None) -> dict[str, str]:
-    if not user:
-        return {}
-    import base64
-    from urllib.parse import unquote
-
-    text = f"{unquote(user)}:{unquote(password or '')}".encode()
-    return {"Proxy-Authorization": "Basic " + base64.b64encode(text).decode()}
-
-
-@cache
-def _tls() -> ssl.SSLContext:
-    context = ssl.create_default_context()
-    if not context.cert_store_stats()["x509_ca"]:  # a machine without its own certificates
-        with suppress(ImportError):
-            import certifi
-
-            context.load_verify_locations(certifi.where())
-    return context
-
-
-def _words(error: BaseException) -> str:
-    return str(getattr(error, "strerror", None) or error or type(error).__name__)

@@ -24,7 +24,8 @@ RESUME_HINT = "run the same command again: it goes on from what is on disk"
 class Transient(Exception):
     """A failure that may pass. `retry_after_s`: what the server asked for. `limit`: how often it may happen in a row.
 
-    `stale_address`: the signed address was refused, a fresh one is needed.
+    `stale_address`: the signed address was refused, a fresh one is needed. `ended`: the server closed the connection, which
+    ends an answer of unknown length. `unreachable`: there was no connection at all.
     """
 
     def __init__(
@@ -35,6 +36,8 @@ class Transient(Exception):
         limit: int | None = None,
         stale_address: bool = False,
         hint: str = "",
+        ended: bool = False,
+        unreachable: bool = False,
     ) -> None:
         super().__init__(reason)
         self.reason = reason
@@ -42,6 +45,8 @@ class Transient(Exception):
         self.limit = limit
         self.stale_address = stale_address
         self.hint = hint
+        self.ended = ended
+        self.unreachable = unreachable
 
 
 class Clock(Protocol):
@@ -79,6 +84,7 @@ class RetryPolicy:
     patience_low_s: float = 60.0
     patience_high_s: float = 3600.0
     stall_s: float = 30.0  # a connection that brings nothing for so long is given up
+    word_s: float = 5.0  # and after so long it is said that it is waited for
 
     def patience(self, running_s: float) -> float:
         if self.patience_s is not None:
