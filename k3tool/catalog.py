@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from k3tool.config import K3Config
-from k3tool.errors import UnsupportedError
+from k3tool.errors import CheckpointCorrupt, UnsupportedError
 from k3tool.garbage import collector_paused
 from k3tool.names import parse_name, shard_name
 
@@ -77,6 +77,18 @@ def catalog(config: K3Config) -> Catalog:
     """All tensors that `config` implies, in shard order. Raises UnsupportedError where a width cannot be stored."""
     with collector_paused():
         return _catalog(config)
+
+
+def check_extent(config: K3Config, names: int) -> None:
+    """Refuse a configuration that implies many times the `names` tensors that are there, before they are listed: its
+    numbers belong to another checkpoint. Raises CheckpointCorrupt."""
+    experts = len(config.moe_layers) * config.num_experts
+    if len(EXPERT_MATRICES) * experts > 4 * names + 100_000:
+        raise CheckpointCorrupt(
+            f"config.json: num_experts {config.num_experts} in {len(config.moe_layers)} layers are {experts:,} experts, "
+            f"and the checkpoint has {names:,} tensors in all",
+            hint="put the config.json there that belongs to these shards",
+        )
 
 
 def _catalog(config: K3Config) -> Catalog:

@@ -8,18 +8,38 @@ beyond the architecture is kept untouched in `raw`, so that a rewritten configur
 from __future__ import annotations
 
 import errno
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from k3tool.checkpoint.origin import damaged
+from k3tool.checkpoint.origin import damage
+from k3tool.checkpoint.outside import REQUIRED, Fail, Fields, check_size, parse_json, read_file, shown
 from k3tool.disk import refusal
-from k3tool.errors import CheckpointCorrupt, CheckpointMissing
+from k3tool.errors import CheckpointMissing, K3Error
 
 LayerKind = Literal["kda", "mla"]
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 MAX_CONFIG_BYTES = 16 * 1024 * 1024
+# Bounds of sense, far above any model there is (93 layers of 896 experts): a number beyond them is an accident or an
+# attack, and is refused before anything of that size is made.
+MAX_LAYERS = 2_000
+MAX_EXPERTS = 1 << 18
+MAX_WIDTH = 1 << 24
+MAX_TOKEN = (1 << 31) - 1
+_HIGHEST = {
+    "num_hidden_layers": MAX_LAYERS,
+    "vt_num_hidden_layers": MAX_LAYERS,
+    "num_experts": 1 << 14,
+    "num_attention_heads": 1 << 16,
+    "num_heads": 1 << 16,
+    "short_conv_kernel_size": 1 << 10,
+    "vocab_size": 1 << 28,
+    "attn_res_block_size": 1 << 20,
+    "max_position_embeddings": (1 << 32) - 1,
+    "patch_size": 1 << 10,
+    "init_pos_emb_height": 1 << 14,
+    "init_pos_emb_width": 1 << 14,
+}
 
 
 @dataclass(frozen=True)
@@ -147,10 +167,7 @@ class K3Config:
         """Read `config.json`. Raises CheckpointMissing, CheckpointCorrupt."""
         path = Path(path)
         try:
-            size = path.stat().st_size
-            if size > MAX_CONFIG_BYTES:
-                raise CheckpointCorrupt(f"{path}: {size} bytes is no configuration", hint="name a config.json")
-            text = path.read_bytes()
+            text = read_file(path, MAX_CONFIG_BYTES, fail=damage(str(path)))
         except OSError as error:
             if error.errno != errno.ENOENT:
                 raise refusal(error, path) from error
@@ -161,11 +178,7 @@ class K3Config:
 
     @classmethod
     def from_bytes(cls, text: bytes, *, where: str = "config.json") -> K3Config:
-        try:
-            document = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise damaged(where, f"not JSON ({error})") from None
-        return cls.from_dict(document, where=where)
+        return cls.from_dict(parse_config(text, where=where), where=where)
 
     @classmethod
     def from_dict(cls, document: Any, *, where: str = "config.json") -> K3Config:
@@ -173,184 +186,199 @@ class K3Config:
         return _Reader(document, where).config()
 
 
+def _refused(where: str) -> Fail:
+    """Makes the error of a configuration that is JSON, and of another model or of another mind."""
+
+    def refused(message: str) -> K3Error:
+        error = damage(where)(message)
+        if "holds" not in error.details:
+            error.hint = "name a Kimi K3 or Kimi Linear checkpoint; this configuration is not one that it can have"
+        return error
+
+    return refused
+
+
+def parse_config(text: bytes, *, where: str) -> Any:
+    """The JSON of a `config.json`, not yet checked. Of a repeated key the last counts, as for transformers.
+    Raises CheckpointCorrupt."""
+    check_size(where, len(text), MAX_CONFIG_BYTES, fail=damage(where))
+    return parse_json(text, where=where, fail=damage(where), unique_keys=False)
+
+
 class _Reader:
-    """Reads one configuration, key by key, so that each refusal names the key and the value found."""
+    """Reads one configuration, key by key, so that each refusal names the key and the value found.
+
+    A null is what an absent key is, the default, for transformers reads it so for optional fields.
+    """
 
     def __init__(self, document: Any, where: str) -> None:
         self.where = where
         if not isinstance(document, dict):
-            raise self._bad("not a JSON object")
-        self.top: dict[str, Any] = document
+            raise self._bad(f"expected a JSON object, found {shown(document)}")
+        self.top = Fields(document, where, _refused(where))
         text = document.get("text_config")
         self.is_k3 = isinstance(text, dict)
-        self.text: dict[str, Any] = text if isinstance(text, dict) else document
-        if not isinstance(self.text.get("linear_attn_config"), dict):
-            found = document.get("model_type")
+        self.text = Fields(text, where, _refused(where)) if isinstance(text, dict) else self.top
+        if not isinstance(self.text.values.get("linear_attn_config"), dict):
+            found = shown(document.get("model_type"))
             raise self._bad(
-                f"no linear_attn_config (model_type {found!r}), so this is no Kimi K3 or Kimi Linear checkpoint"
+                f"no linear_attn_config (model_type {found}), so this is no Kimi K3 or Kimi Linear checkpoint"
             )
-        self.linear: dict[str, Any] = self.text["linear_attn_config"]
+        self.linear = self.text.fields("linear_attn_config")
+        self.linear.where = where
 
-    def _bad(self, what: str) -> CheckpointCorrupt:
-        error = damaged(self.where, what)
-        if "holds" not in error.details:  # JSON, and of another model or of another mind
-            error.hint = "name a Kimi K3 or Kimi Linear checkpoint; this configuration is not one that it can have"
-        return error
+    def _bad(self, what: str) -> K3Error:
+        return _refused(self.where)(f"{self.where}: {what}")
 
-    def integer(self, source: dict[str, Any], key: str, default: int | None = None, *, low: int = 1) -> int:
-        value = source.get(key, default)
-        if value is None:
-            value = default
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= 2**40:
-            raise self._bad(f"{key} must be a whole number of at least {low}, found {source.get(key)!r}")
-        return value
+    def size(self, source: Fields, key: str, default: int = REQUIRED, *, low: int = 1) -> int:
+        """A width or a count, of at most what `_HIGHEST` allows: a refusal costs nothing, an expansion memory."""
+        return source.integer(key, default, low=low, high=_HIGHEST.get(key, MAX_WIDTH))
 
-    def number(self, source: dict[str, Any], key: str, default: float) -> float:
-        value = source.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e30:
-            raise self._bad(f"{key} must be a number, found {value!r}")
-        return float(value)
-
-    def optional(self, source: dict[str, Any], key: str) -> int | None:
-        return None if source.get(key) in (None, 0) else self.integer(source, key)
-
-    def flag(self, source: dict[str, Any], key: str, default: bool) -> bool:
-        value = source.get(key, default)
-        if not isinstance(value, bool):
-            raise self._bad(f"{key} must be true or false, found {value!r}")
-        return value
+    def optional(self, source: Fields, key: str) -> int | None:
+        return self.size(source, key, 0, low=0) or None
 
     def token(self, key: str) -> int | None:
-        value = self.top.get(key, self.text.get(key))
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise self._bad(f"{key} must be a token id, found {value!r}")
-        return value
+        """A token id; some configurations write -1 for none."""
+        return (self.top if key in self.top else self.text).integer(key, None, low=-1, high=MAX_TOKEN)
 
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """`kda_layers` and `full_attn_layers` count from 1; together they must name every layer once."""
-        count = self.integer(self.text, "num_hidden_layers")
-        if count > 100_000:
-            raise self._bad(f"num_hidden_layers {count} is beyond any model")
-        types = self.text.get("layer_types")
+        count = self.size(self.text, "num_hidden_layers")
+        types = self.text.values.get("layer_types")
         if "kda_layers" not in self.linear and isinstance(types, list) and len(types) == count:
             return tuple("kda" if kind == "linear_attention" else "mla" for kind in types)
         kinds: dict[int, LayerKind] = {}
-        for key, kind in (("kda_layers", "kda"), ("full_attn_layers", "mla")):
-            layers = self.linear.get(key, [])
-            if not isinstance(layers, list):
-                raise self._bad(f"{key} must be a list of layer numbers, found {layers!r}")
-            for layer in layers:
-                if isinstance(layer, bool) or not isinstance(layer, int) or not 1 <= layer <= count or layer in kinds:
-                    raise self._bad(f"{key}: layer {layer!r} is out of 1..{count} or named twice")
-                kinds[layer] = kind  # type: ignore[assignment]
+        lists: tuple[tuple[str, LayerKind], ...] = (("kda_layers", "kda"), ("full_attn_layers", "mla"))
+        for key, kind in lists:
+            for layer in self.linear.items(key, []):
+                if type(layer) is not int or not 1 <= layer <= count or layer in kinds:
+                    raise self._bad(f"{key}: layer {shown(layer)} is out of 1..{count} or named twice")
+                kinds[layer] = kind
         if len(kinds) != count:
             absent = next(layer for layer in range(1, count + 1) if layer not in kinds)
             raise self._bad(f"layer {absent} (counted from 1) is neither in kda_layers nor in full_attn_layers")
         return tuple(kinds[layer] for layer in range(1, count + 1))
 
     def dtype(self) -> str:
-        found = self.top.get("dtype") or self.top.get("torch_dtype") or self.text.get("dtype") or "bfloat16"
-        if found not in _DTYPES:
-            raise self._bad(f"dtype must be one of {', '.join(_DTYPES)}, found {found!r}")
+        """Of the text model. transformers also writes an object: part of the model (or "" for all) to dtype."""
+        for source, key in ((self.top, "dtype"), (self.top, "torch_dtype"), (self.text, "dtype")):
+            found = source.values.get(key)
+            if isinstance(found, dict):
+                found = found.get("text_config") or found.get("")
+            if found:
+                break
+        found = found or "bfloat16"
+        if not isinstance(found, str) or found not in _DTYPES:
+            raise self._bad(f"dtype must be one of {', '.join(_DTYPES)}, found {shown(found)}")
         return _DTYPES[found]
 
     def eos(self) -> tuple[int, ...]:
-        value = self.top.get("eos_token_id", self.text.get("eos_token_id"))
+        source = self.top if "eos_token_id" in self.top else self.text
+        value = source.values.get("eos_token_id")
         values = value if isinstance(value, list) else [] if value is None else [value]
-        if any(isinstance(item, bool) or not isinstance(item, int) for item in values):
-            raise self._bad(f"eos_token_id must be a token id or a list of them, found {value!r}")
+        if not all(type(item) is int and -1 <= item <= MAX_TOKEN for item in values):
+            raise source.bad("eos_token_id", "a token id or a list of them")
         return tuple(values)
 
-    def vision(self) -> VisionConfig | None:
-        source = self.top.get("vision_config")
-        if not self.is_k3 or not isinstance(source, dict):
+    def quantization(self) -> dict[str, Any] | None:
+        """The `quantization_config` that applies, its parts that k3tool looks at checked."""
+        source = self.text if self.text.values.get("quantization_config") else self.top
+        found = source.mapping("quantization_config", {})
+        if not found:
             return None
-        merge = source.get("merge_kernel_size", [2, 2])
-        merge = merge if isinstance(merge, list) else [merge, merge]
-        if len(merge) != 2 or not all(isinstance(item, int) and 1 <= item <= 64 for item in merge):
-            raise self._bad(f"merge_kernel_size must be two small numbers, found {merge!r}")
-        hidden = self.integer(source, "vt_hidden_size", 1024)
+        section = source.fields("quantization_config")
+        section.text("format", "")
+        section.text("quant_method", "")
+        groups = section.fields("config_groups", {})
+        for name, group in groups.values.items():
+            if isinstance(group, dict):
+                groups.fields(name).text("format", "")
+        return found
+
+    def vision(self) -> VisionConfig | None:
+        if not self.is_k3 or not isinstance(self.top.values.get("vision_config"), dict):
+            return None
+        source = self.top.fields("vision_config")
+        source.where = self.where
+        merge = source.values.get("merge_kernel_size")
+        merge = merge if isinstance(merge, list) else [2, 2] if merge is None else [merge, merge]
+        if len(merge) != 2 or not all(type(item) is int and 1 <= item <= 64 for item in merge):
+            raise source.bad("merge_kernel_size", "two small numbers")
+        hidden = self.size(source, "vt_hidden_size", 1024)
         return VisionConfig(
-            num_layers=self.integer(source, "vt_num_hidden_layers", 27),
+            num_layers=self.size(source, "vt_num_hidden_layers", 27),
             hidden_size=hidden,
-            intermediate_size=self.integer(source, "vt_intermediate_size", 4096),
-            qkv_hidden_size=self.integer(source, "qkv_hidden_size", hidden),
-            patch_size=self.integer(source, "patch_size", 14),
-            pos_emb_height=self.integer(source, "init_pos_emb_height", 64),
-            pos_emb_width=self.integer(source, "init_pos_emb_width", 64),
+            intermediate_size=self.size(source, "vt_intermediate_size", 4096),
+            qkv_hidden_size=self.size(source, "qkv_hidden_size", hidden),
+            patch_size=self.size(source, "patch_size", 14),
+            pos_emb_height=self.size(source, "init_pos_emb_height", 64),
+            pos_emb_width=self.size(source, "init_pos_emb_width", 64),
             merge_size=merge[0] * merge[1],
-            text_hidden_size=self.integer(source, "text_hidden_size", self.integer(self.text, "hidden_size")),
+            text_hidden_size=self.size(source, "text_hidden_size", self.size(self.text, "hidden_size")),
         )
 
     def config(self) -> K3Config:
         text, linear = self.text, self.linear
-        activation = text.get("hidden_act", "silu")
-        router = text.get("moe_router_activation_func", "sigmoid")
-        if activation not in ("situ", "silu"):
-            raise self._bad(f"hidden_act must be situ or silu, found {activation!r}")
-        if router not in ("sigmoid", "softmax"):
-            raise self._bad(f"moe_router_activation_func must be sigmoid or softmax, found {router!r}")
-        if text.get("mla_use_nope", True) is not True:
+        if not text.flag("mla_use_nope", True):
             raise self._bad("mla_use_nope must be true: MLA with rotary positions is not part of this family")
-        num_heads = self.integer(text, "num_attention_heads")
-        num_experts = self.integer(text, "num_experts", 0, low=0)
-        per_token = self.integer(text, "num_experts_per_token", 0, low=0)
-        groups = self.integer(text, "num_expert_group", 1)
-        topk_groups = self.integer(text, "topk_group", 1)
+        num_heads = self.size(text, "num_attention_heads")
+        num_experts = self.size(text, "num_experts", 0, low=0)
+        per_token = self.size(text, "num_experts_per_token", 0, low=0)
+        groups = self.size(text, "num_expert_group", 1)
+        topk_groups = self.size(text, "topk_group", 1)
         if num_experts and not 1 <= per_token <= num_experts:
             raise self._bad(f"num_experts_per_token {per_token} does not fit num_experts {num_experts}")
         if num_experts and (num_experts % groups or topk_groups > groups):
             raise self._bad(f"num_expert_group {groups} (topk_group {topk_groups}) does not fit {num_experts} experts")
-        lower_bound = linear.get("gate_lower_bound")
-        quantization = text.get("quantization_config") or self.top.get("quantization_config")
+        layers = self.layer_kinds()
+        if num_experts * len(layers) > MAX_EXPERTS:
+            raise self._bad(f"num_experts {num_experts} in {len(layers)} layers are more than {MAX_EXPERTS} in all")
         return K3Config(
-            model_type=str(self.top.get("model_type", "kimi_linear")),
+            model_type=self.top.text("model_type", "kimi_linear", longest=200),
             is_k3=self.is_k3,
             dtype=self.dtype(),
-            vocab_size=self.integer(text, "vocab_size"),
-            hidden_size=self.integer(text, "hidden_size"),
-            layer_kinds=self.layer_kinds(),
-            kda_num_heads=self.integer(linear, "num_heads"),
-            kda_head_dim=self.integer(linear, "head_dim"),
-            conv_kernel_size=self.integer(linear, "short_conv_kernel_size", 4),
-            gate_lower_bound=None if lower_bound is None else self.number(linear, "gate_lower_bound", 0.0),
-            full_rank_gate=self.flag(linear, "use_full_rank_gate", False),
+            vocab_size=self.size(text, "vocab_size"),
+            hidden_size=self.size(text, "hidden_size"),
+            layer_kinds=layers,
+            kda_num_heads=self.size(linear, "num_heads"),
+            kda_head_dim=self.size(linear, "head_dim"),
+            conv_kernel_size=self.size(linear, "short_conv_kernel_size", 4),
+            gate_lower_bound=linear.number("gate_lower_bound", None),
+            full_rank_gate=linear.flag("use_full_rank_gate", False),
             num_heads=num_heads,
             q_lora_rank=self.optional(text, "q_lora_rank"),
-            kv_lora_rank=self.integer(text, "kv_lora_rank"),
-            qk_nope_head_dim=self.integer(text, "qk_nope_head_dim"),
-            qk_rope_head_dim=self.integer(text, "qk_rope_head_dim", 0, low=0),
-            v_head_dim=self.integer(text, "v_head_dim"),
-            mla_output_gate=self.flag(text, "mla_use_output_gate", False),
-            intermediate_size=self.integer(text, "intermediate_size"),
-            first_k_dense=self.integer(text, "first_k_dense_replace", 0, low=0),
-            moe_layer_freq=self.integer(text, "moe_layer_freq", 1),
+            kv_lora_rank=self.size(text, "kv_lora_rank"),
+            qk_nope_head_dim=self.size(text, "qk_nope_head_dim"),
+            qk_rope_head_dim=self.size(text, "qk_rope_head_dim", 0, low=0),
+            v_head_dim=self.size(text, "v_head_dim"),
+            mla_output_gate=text.flag("mla_use_output_gate", False),
+            intermediate_size=self.size(text, "intermediate_size"),
+            first_k_dense=self.size(text, "first_k_dense_replace", 0, low=0),
+            moe_layer_freq=self.size(text, "moe_layer_freq", 1),
             num_experts=num_experts,
             experts_per_token=per_token,
-            num_shared_experts=self.integer(text, "num_shared_experts", 0, low=0),
-            moe_intermediate_size=self.integer(text, "moe_intermediate_size", self.integer(text, "intermediate_size")),
+            num_shared_experts=self.size(text, "num_shared_experts", 0, low=0),
+            moe_intermediate_size=self.size(text, "moe_intermediate_size", self.size(text, "intermediate_size")),
             latent_size=self.optional(text, "routed_expert_hidden_size"),
-            latent_norm=self.flag(text, "latent_moe_use_norm", True),
-            router_activation=router,
-            router_bias=text.get("topk_method", "noaux_tc") == "noaux_tc",
-            renormalize=self.flag(text, "moe_renormalize", True),
-            routed_scaling_factor=self.number(text, "routed_scaling_factor", 1.0),
+            latent_norm=text.flag("latent_moe_use_norm", True),
+            router_activation=text.text("moe_router_activation_func", "sigmoid", choices=("sigmoid", "softmax")),
+            router_bias=text.text("topk_method", "noaux_tc") == "noaux_tc",
+            renormalize=text.flag("moe_renormalize", True),
+            routed_scaling_factor=text.number("routed_scaling_factor", 1.0),
             num_expert_groups=groups,
             topk_groups=topk_groups,
-            activation=activation,
-            situ_beta=self.number(text, "activation_situ_beta", 4.0),
-            situ_linear_beta=self.number(text, "activation_situ_linear_beta", 25.0),
+            activation=text.text("hidden_act", "silu", choices=("situ", "silu")),
+            situ_beta=text.number("activation_situ_beta", 4.0),
+            situ_linear_beta=text.number("activation_situ_linear_beta", 25.0),
             attn_res_block_size=self.optional(text, "attn_res_block_size"),
-            rms_norm_eps=self.number(text, "rms_norm_eps", 1e-5),
-            tie_word_embeddings=self.flag(
-                text, "tie_word_embeddings", self.flag(self.top, "tie_word_embeddings", False)
-            ),
-            max_positions=self.integer(text, "max_position_embeddings", 1048576),
+            rms_norm_eps=text.number("rms_norm_eps", 1e-5),
+            tie_word_embeddings=text.flag("tie_word_embeddings", self.top.flag("tie_word_embeddings", False)),
+            max_positions=self.size(text, "max_position_embeddings", 1048576),
             bos_token_id=self.token("bos_token_id"),
             eos_token_ids=self.eos(),
             pad_token_id=self.token("pad_token_id"),
             media_token_id=self.token("media_placeholder_token_id"),
-            quantization=quantization if isinstance(quantization, dict) else None,
+            quantization=self.quantization(),
             vision=self.vision(),
-            raw=self.top,
+            raw=dict(self.top.values),
         )

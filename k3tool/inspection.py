@@ -17,7 +17,7 @@ from k3tool.checkpoint.strays import stray_shards
 from k3tool.conform import Conformance, conform
 from k3tool.events import SILENT, Progress
 from k3tool.garbage import collector_paused
-from k3tool.layout import rank_folder
+from k3tool.layout import rank_folder, share_of
 from k3tool.names import component_of, parse_name
 from k3tool.transform.expected import expected
 from k3tool.transform.forms import SubSource, open_form
@@ -113,11 +113,11 @@ def _inspect(
 ) -> Inspection:
     config = checkpoint.config
     index = checkpoint.index
-    part = config.raw.get("k3tool")
+    share = share_of(config)
     present = [shard for shard in checkpoint.shards if shard in checkpoint.files]
     absent = [shard for shard in checkpoint.shards if shard not in checkpoint.files]
     load_headers(checkpoint, present, workers=workers, progress=progress)
-    local, implied = expected(config)
+    local, implied = expected(config, len(index.weight_map))
     found, misplaced = _found(checkpoint, present)
     components = _components(found, implied)
     return Inspection(
@@ -129,7 +129,7 @@ def _inspect(
         shards=_shards(checkpoint),
         components=components,
         conformance=conform(local, implied, found),
-        rank=f"rank {part.get('rank')} of {part.get('ranks')}" if isinstance(part, dict) else "",
+        rank=f"rank {share[1].rank} of {share[0].ranks}" if share else "",
         headers="read" if not absent else "absent" if not present else "partial",
         missing_files=absent,
         misplaced=misplaced,

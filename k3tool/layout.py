@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+from k3tool.checkpoint.outside import Fields, corrupt
 from k3tool.config import K3Config
 from k3tool.errors import UnsupportedError, UsageError
 
@@ -72,6 +73,20 @@ class Layout:
 class Choice(NamedTuple):
     layout: Layout
     reason: str
+
+
+def share_of(config: K3Config) -> tuple[Layout, Place] | None:
+    """The layout and rank whose share a folder holds, as the `k3tool` section of its configuration says; None where it
+    says nothing. Raises CheckpointCorrupt for what k3tool did not write."""
+    if config.raw.get("k3tool") is None:
+        return None
+    top = Fields(config.raw, "config.json", corrupt("write the ranks again from the checkpoint"))
+    section = top.fields("k3tool")
+    counts = {key: section.integer(key, low=1, high=MAX_RANKS) for key in ("tp", "ep", "pp", "ranks")}
+    layout = Layout(counts["tp"], counts["ep"], counts["pp"])
+    if layout.ranks != counts["ranks"]:
+        raise section.bad("ranks", f"{layout.ranks} for {layout}")
+    return layout, layout.place(section.integer("rank", high=layout.ranks - 1))
 
 
 def rank_folder(rank: int, ranks: int) -> str:

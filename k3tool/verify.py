@@ -171,7 +171,7 @@ class _Verification:
         from k3tool.conform import conform  # at depth bytes, files are already being read while these are imported
         from k3tool.transform.expected import expected
 
-        local, implied = expected(config)
+        local, implied = expected(config, len(index.weight_map))
         conformance = conform(local, implied, found)
         self.compare(conformance)
         self.look_at_strays(stray_shards(checkpoint.files, shards))

@@ -47,7 +47,7 @@ def test_kimi_linear_form():
         (("hidden_size",), None, "hidden_size must be a whole number of at least 1, found None"),
         (("hidden_size",), True, "hidden_size must be a whole number"),
         (("num_experts_per_token",), 99, "num_experts_per_token 99 does not fit num_experts 12"),
-        (("hidden_act",), "relu", "hidden_act must be situ or silu, found 'relu'"),
+        (("hidden_act",), "relu", "hidden_act must be one of situ, silu, found 'relu'"),
         (("mla_use_nope",), False, "mla_use_nope must be true"),
         (("linear_attn_config", "kda_layers"), [1, 1, 2, 3, 5, 6, 7], "layer 1 is out of 1..8 or named twice"),
         (("linear_attn_config", "gate_lower_bound"), "x", "gate_lower_bound must be a number, found 'x'"),

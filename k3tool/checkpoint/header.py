@@ -13,11 +13,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from k3tool.catalog import DTYPE_BITS, count
-from k3tool.checkpoint.origin import again, damaged
+from k3tool.checkpoint.origin import again, damage, damaged
+from k3tool.checkpoint.outside import parse_json, shown
 from k3tool.errors import CheckpointCorrupt
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 MAX_DIMENSIONS = 8
+MAX_OFFSET = (1 << 63) - 1
 _DTYPES = {**DTYPE_BITS, "C64": 64, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8}
 
 
@@ -70,10 +72,13 @@ def parse_header(text: bytes, *, file_size: int | None, where: str) -> Header:
     Raises CheckpointCorrupt naming `where`, the tensor, and the expected and found values.
     """
     document = _load(text, where)
-    metadata = document.pop("__metadata__", {})
+    metadata = document.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise _corrupt(where, "__metadata__ must map strings to strings")
-    tensors = [_spec(name, entry, where) for name, entry in document.items()]
+    for name, entry in document.items():  # in place: a million entries need not be there twice
+        document[name] = _spec(name, entry, where)
+    tensors: list[TensorSpec] = list(document.values())
     tensors.sort(key=lambda spec: (spec.start, spec.end))
     position, before = 0, ""
     for spec in tensors:
@@ -97,27 +102,15 @@ def parse_header(text: bytes, *, file_size: int | None, where: str) -> Header:
 
 
 def _load(text: bytes, where: str) -> dict[str, Any]:
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _corrupt(where, f"the header is not JSON ({error})") from None
+    document = parse_json(text, where=f"{where}: the header", fail=damage(where), unique_keys=False, bare=True)
     if not isinstance(document, dict):
         raise _corrupt(where, "the header is not a JSON object")
     # A repeated key vanishes in a dict. Quotes inside JSON strings are escaped, so these counts are exact; where they
     # do not agree the slow pass below decides.
     entries = len(document) - ("__metadata__" in document)
     if any(text.count(key) != entries for key in (b'"data_offsets"', b'"dtype"', b'"shape"')):
-        json.loads(text, object_pairs_hook=lambda pairs: _no_duplicates(pairs, where))
+        parse_json(text, where=f"{where}: the header", fail=damage(where), bare=True)
     return document
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
-    seen: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in seen:
-            raise _corrupt(where, f"the header names {key!r} twice")
-        seen[key] = value
-    return seen
 
 
 def _spec(name: str, entry: Any, where: str) -> TensorSpec:
@@ -126,17 +119,18 @@ def _spec(name: str, entry: Any, where: str) -> TensorSpec:
         bits = _DTYPES[dtype]
         elements = 1
         for size in shape:
-            if type(size) is not int or size < 0:
+            if type(size) is not int or not 0 <= size <= MAX_OFFSET:
                 raise ValueError
             elements *= size
-        if type(start) is not int or type(end) is not int or not isinstance(shape, list):
+        if type(start) is not int or type(end) is not int or not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS:
             raise ValueError
     except (KeyError, TypeError, ValueError):
         raise _explain(name, entry, where) from None
-    if len(shape) > MAX_DIMENSIONS or start < 0 or end < start or elements * bits != (end - start) * 8:
+    if not 0 <= start <= end <= MAX_OFFSET or elements * bits != (end - start) * 8:
         raise _corrupt(
             where,
-            f"tensor {name}: {dtype} {shape} needs {elements * bits / 8:g} bytes, offsets [{start}, {end}) hold {end - start}",
+            f"tensor {name}: {dtype} {shape} needs {-(-elements * bits // 8)} bytes, "
+            f"offsets [{shown(start)}, {shown(end)}) hold {shown(end - start)}",
         )
     return TensorSpec(name, dtype, tuple(shape), start, end)
 
@@ -148,9 +142,9 @@ def _explain(name: str, entry: Any, where: str) -> CheckpointCorrupt:
     if absent:
         return _corrupt(where, f"tensor {name}: {absent[0]} is missing")
     if entry["dtype"] not in _DTYPES if isinstance(entry["dtype"], str) else True:
-        return _corrupt(where, f"tensor {name}: unknown dtype {entry['dtype']!r}")
+        return _corrupt(where, f"tensor {name}: unknown dtype {shown(entry['dtype'])}")
     return _corrupt(
-        where, f"tensor {name}: bad shape {str(entry['shape'])[:80]} or data_offsets {str(entry['data_offsets'])[:80]}"
+        where, f"tensor {name}: bad shape {shown(entry['shape'])} or data_offsets {shown(entry['data_offsets'])}"
     )
 
 

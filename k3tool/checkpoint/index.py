@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from k3tool.checkpoint.origin import damaged
+from k3tool.checkpoint.origin import damage, damaged
+from k3tool.checkpoint.outside import Fields, check_size, parse_json
 from k3tool.errors import CheckpointCorrupt
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-MAX_INDEX_BYTES = 1 << 30
+MAX_INDEX_BYTES = 256 << 20  # the release's half a million names take 60 MB, as NF4 (six parts a matrix) 180 MB
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,10 @@ class Index:
 
 def parse_index(text: bytes, *, where: str = INDEX_NAME) -> Index:
     """Raises CheckpointCorrupt for bad JSON, a wrong structure, duplicate names, or a shard name outside the folder."""
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _corrupt(where, f"not JSON ({error})") from None
+    check_size(where, len(text), MAX_INDEX_BYTES, fail=damage(where))
+    document = parse_json(text, where=where, fail=damage(where), unique_keys=False)
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
-    metadata = document.get("metadata", {}) if isinstance(document, dict) else {}
+    metadata = (document.get("metadata") or {}) if isinstance(document, dict) else {}
     if not isinstance(weight_map, dict) or not isinstance(metadata, dict):
         raise _corrupt(where, "weight_map must map tensor names to shard names")
     if not all(type(shard) is str for shard in weight_map.values()):
@@ -44,11 +43,9 @@ def parse_index(text: bytes, *, where: str = INDEX_NAME) -> Index:
         check_file_name(shard, where=where)
     # Every name of the map is followed by its shard: as many `.safetensors"` as names, or a name stood there twice.
     if text.count(b'.safetensors"') != len(weight_map):
-        json.loads(text, object_pairs_hook=lambda pairs: _no_duplicates(pairs, where))
-    total = metadata.get("total_size")
-    if total is not None and (isinstance(total, bool) or not isinstance(total, (int, float)) or total < 0):
-        raise _corrupt(where, f"total_size must be a number of bytes, found {total!r}")
-    return Index(weight_map, None if total is None else int(total), metadata)
+        parse_json(text, where=where, fail=damage(where))
+    total = Fields(metadata, where, damage(where)).number("total_size", None, low=0, high=1e18)
+    return Index(weight_map, None if total is None else int(metadata["total_size"]), metadata)
 
 
 def check_file_name(name: str, *, where: str) -> None:
@@ -66,15 +63,6 @@ def check_file_name(name: str, *, where: str) -> None:
 def build_index(weight_map: Mapping[str, str], total_size: int, **metadata: Any) -> bytes:
     document = {"metadata": {"total_size": total_size, **metadata}, "weight_map": dict(sorted(weight_map.items()))}
     return json.dumps(document, indent=2, ensure_ascii=False).encode() + b"\n"
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
-    seen: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in seen:
-            raise _corrupt(where, f"names {key!r} twice")
-        seen[key] = value
-    return seen
 
 
 def _corrupt(where: str, what: str) -> CheckpointCorrupt:

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,6 +45,11 @@ def damaged(where: str, what: str, **details: object) -> CheckpointCorrupt:
         what, details = f"{where} holds {content.text}, not {_noun(name)}", {**details, "holds": content.kind}
         return CheckpointCorrupt(what, hint=_for_content(folder, name, content), **details)
     return CheckpointCorrupt(f"{where}: {what}", hint=again(folder, [name], overwrite=True), **details)
+
+
+def damage(where: str) -> Callable[[str], CheckpointCorrupt]:
+    """`damaged` for readers that are told how to make an error of a message; it begins with `where`."""
+    return lambda message: damaged(where, message.removeprefix(where).lstrip(": "))
 
 
 def again(folder: str | Path, names: Sequence[str], *, known: Origin | None = None, overwrite: bool = False) -> str:

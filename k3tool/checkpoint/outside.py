@@ -28,7 +28,8 @@ MAX_DIGITS = 40
 MAX_TEXT_CHARS = 1 << 20
 _MAX_FLOAT_CHARS = 400
 _LONG_KEY = re.compile(r"(?:[\w\"'-]+[ \t]*\.[ \t]*){64}")
-_REQUIRED: Any = object()
+REQUIRED: Any = object()
+"""The default of a field that must be there."""
 _T = TypeVar("_T")
 
 Fail = Callable[[str], K3Error]
@@ -62,9 +63,13 @@ def read_stream(read: Callable[[int], bytes], limit: int, *, where: str, fail: F
     return b"".join(pieces)
 
 
-def read_named(source: Source, name: str, limit: int, *, fail: Fail) -> bytes:
-    """All bytes of a small file of a Source. Raises `fail` before reading one beyond `limit`, CheckpointMissing."""
-    check_size(f"{source.label}/{name}", source.files().get(name, 0), limit, fail=fail)
+def read_named(source: Source, name: str, limit: int, *, fail: Fail, files: Mapping[str, int] | None = None) -> bytes:
+    """All bytes of a small file of a Source. Raises `fail` before reading one beyond `limit`, CheckpointMissing.
+
+    files: what `source.files()` says, where it is known already.
+    """
+    size = (source.files() if files is None else files).get(name, 0)
+    check_size(f"{source.label}/{name}", size, limit, fail=fail)
     return source.read(name)
 
 
@@ -141,8 +146,6 @@ def parse_toml(text: bytes, *, where: str, fail: Fail) -> dict[str, Any]:
 
 def shown(value: Any) -> str:
     """A value of JSON, short enough for a message, whatever its size."""
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
     return _SHORT.repr(value)
 
 
@@ -215,10 +218,10 @@ def _check_surrogates(value: Any) -> None:
 class _Short(reprlib.Repr):
     def __init__(self) -> None:
         super().__init__()
-        self.maxlevel, self.maxdict, self.maxlist, self.maxstring, self.maxlong = 2, 2, 4, 60, 40
+        self.maxlevel, self.maxdict, self.maxlist, self.maxstring = 2, 2, 4, 80
 
-    def repr_str(self, text: str, level: int) -> str:
-        return json.dumps(text[:60] + ("..." if len(text) > 60 else ""))
+    def repr_int(self, number: int, level: int) -> str:
+        return repr(number) if abs(number) < 10**MAX_DIGITS else f"a number of more than {MAX_DIGITS} digits"
 
 
 _SHORT = _Short()
@@ -250,43 +253,47 @@ class Fields:
 
     def _get(self, key: str, default: Any, expected: str, fits: Callable[[Any], bool]) -> Any:
         value = self.values.get(key)
-        if value is None and default is not _REQUIRED:
+        if value is None and default is not REQUIRED:
             return default
         if not fits(value):
             raise self.bad(key, expected)
         return value
 
-    def integer(self, key: str, default: _T | int = _REQUIRED, *, low: int = 0, high: int = (1 << 63) - 1) -> int | _T:
+    def integer(self, key: str, default: _T | int = REQUIRED, *, low: int = 0, high: int = (1 << 63) - 1) -> int | _T:
         """A whole number in [low, high]; true and false are none."""
-        expected = f"a whole number from {low} to {high}"
-        return self._get(key, default, expected, lambda value: type(value) is int and low <= value <= high)
+        value = self._get(key, default, f"a whole number of at least {low}", lambda v: type(v) is int and v >= low)
+        if type(value) is int and value > high:
+            raise self.bad(key, f"a whole number of at most {high}")
+        return value
 
-    def number(
-        self, key: str, default: _T | float = _REQUIRED, *, low: float = -1e30, high: float = 1e30
-    ) -> float | _T:
+    def number(self, key: str, default: _T | float = REQUIRED, *, low: float = -1e30, high: float = 1e30) -> float | _T:
         """A number in [low, high], as float."""
-        value = self._get(key, default, f"a number from {low:g} to {high:g}", lambda v: _is_number(v, low, high))
-        return float(value) if _is_number(value, low, high) else value
+        value = self._get(key, default, "a number", lambda v: type(v) in (int, float))
+        if value is not default and not low <= value <= high:
+            raise self.bad(key, f"a number from {low:g} to {high:g}")
+        return value if value is default else float(value)
 
-    def text(self, key: str, default: _T | str = _REQUIRED, *, choices: tuple[str, ...] = ()) -> str | _T:
-        """A string of at most 2^20 characters; with `choices`, one of them."""
+    def text(
+        self, key: str, default: _T | str = REQUIRED, *, choices: tuple[str, ...] = (), longest: int = MAX_TEXT_CHARS
+    ) -> str | _T:
+        """A string of at most `longest` characters; with `choices`, one of them."""
 
         def fits(value: Any) -> bool:
-            return type(value) is str and (value in choices if choices else len(value) <= MAX_TEXT_CHARS)
+            return type(value) is str and (value in choices if choices else len(value) <= longest)
 
         return self._get(key, default, f"one of {', '.join(choices)}" if choices else "a text", fits)
 
-    def flag(self, key: str, default: _T | bool = _REQUIRED) -> bool | _T:
+    def flag(self, key: str, default: _T | bool = REQUIRED) -> bool | _T:
         return self._get(key, default, "true or false", lambda value: type(value) is bool)
 
-    def mapping(self, key: str, default: _T | dict[str, Any] = _REQUIRED) -> dict[str, Any] | _T:
+    def mapping(self, key: str, default: _T | dict[str, Any] = REQUIRED) -> dict[str, Any] | _T:
         return self._get(key, default, "an object", lambda value: isinstance(value, dict))
 
-    def items(self, key: str, default: _T | list[Any] = _REQUIRED) -> list[Any] | _T:
+    def items(self, key: str, default: _T | list[Any] = REQUIRED) -> list[Any] | _T:
         return self._get(key, default, "a list", lambda value: isinstance(value, list))
 
     def integers(
-        self, key: str, default: _T | list[int] = _REQUIRED, *, low: int = 0, high: int = (1 << 63) - 1
+        self, key: str, default: _T | list[int] = REQUIRED, *, low: int = 0, high: int = (1 << 63) - 1
     ) -> list[int] | _T:
         """A list of whole numbers in [low, high]."""
 
@@ -295,16 +302,12 @@ class Fields:
 
         return self._get(key, default, f"a list of whole numbers from {low} to {high}", fits)
 
-    def fields(self, key: str, default: Mapping[str, Any] = _REQUIRED) -> Fields:
+    def fields(self, key: str, default: Mapping[str, Any] = REQUIRED) -> Fields:
         """The object in a field, to be read by field itself."""
         return Fields(self.mapping(key, default), f"{self.where}: {key}", self.fail)
 
-    def each(self, key: str, default: Mapping[str, Any] = _REQUIRED) -> Iterator[tuple[str, Fields]]:
+    def each(self, key: str, default: Mapping[str, Any] = REQUIRED) -> Iterator[tuple[str, Fields]]:
         """The objects that an object maps names to, each to be read by field."""
         inner = self.fields(key, default)
         for name in inner.values:
             yield name, inner.fields(name)
-
-
-def _is_number(value: Any, low: float, high: float) -> bool:
-    return type(value) in (int, float) and low <= value <= high

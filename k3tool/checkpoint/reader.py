@@ -8,13 +8,15 @@ from pathlib import Path
 
 from k3tool.checkpoint.header import Header, TensorSpec, header_length, parse_header
 from k3tool.checkpoint.index import INDEX_NAME, MAX_INDEX_BYTES, SINGLE_NAME, Index, parse_index
-from k3tool.checkpoint.origin import again, damaged, knows, look, names_of
+from k3tool.checkpoint.origin import again, damage, damaged, knows, look, names_of
+from k3tool.checkpoint.outside import check_size, corrupt, read_named
 from k3tool.checkpoint.source import Source, open_source
 from k3tool.checkpoint.strays import absent_shard, folder_with, stray_shards
-from k3tool.config import K3Config
+from k3tool.config import MAX_CONFIG_BYTES, K3Config
 from k3tool.errors import CheckpointCorrupt, CheckpointMissing
 
 CONFIG_NAME = "config.json"
+MAX_HEADERS_BYTES = 512 << 20  # of one checkpoint; the release has 79 MB
 HEADER_GUESS = 1 << 20  # one read gets the whole header of a released shard (0.82 MB)
 
 
@@ -33,6 +35,7 @@ class Checkpoint:
     def __init__(self, source: Source) -> None:
         self.source = source
         self._headers: dict[str, Header] = {}
+        self._header_bytes = 0
 
     @classmethod
     def open(cls, where: str | Path) -> Checkpoint:
@@ -47,15 +50,13 @@ class Checkpoint:
     def config(self) -> K3Config:
         if CONFIG_NAME not in self.files:
             raise self._no_config()
-        return K3Config.from_bytes(self.source.read(CONFIG_NAME), where=f"{self.source.label}/{CONFIG_NAME}")
+        return K3Config.from_bytes(self._read_small(CONFIG_NAME, MAX_CONFIG_BYTES), where=self._where(CONFIG_NAME))
 
     @cached_property
     def index(self) -> Index:
         """The index file, or for a single-file model the one made from its header."""
         if INDEX_NAME in self.files:
-            if self.files[INDEX_NAME] > MAX_INDEX_BYTES:
-                raise damaged(f"{self.source.label}/{INDEX_NAME}", f"{self.files[INDEX_NAME]} bytes is no index")
-            return parse_index(self.source.read(INDEX_NAME), where=f"{self.source.label}/{INDEX_NAME}")
+            return parse_index(self._read_small(INDEX_NAME, MAX_INDEX_BYTES), where=self._where(INDEX_NAME))
         if SINGLE_NAME in self.files:
             tensors = self.header(SINGLE_NAME).tensors
             return Index({spec.name: SINGLE_NAME for spec in tensors}, sum(spec.nbytes for spec in tensors))
@@ -90,6 +91,13 @@ class Checkpoint:
             what, hint = f"; its folder {deeper} does", f"name {label}/{deeper}, or move its files one folder up"
         return CheckpointMissing(f"{label} holds neither {INDEX_NAME} nor {SINGLE_NAME}{what}", hint=hint)
 
+    def _where(self, name: str) -> str:
+        return f"{self.source.label}/{name}"
+
+    def _read_small(self, name: str, limit: int) -> bytes:
+        """A whole file, refused before it is read where it is beyond `limit`."""
+        return read_named(self.source, name, limit, fail=damage(self._where(name)), files=self.files)
+
     @property
     def shards(self) -> list[str]:
         return self.index.shards
@@ -99,8 +107,15 @@ class Checkpoint:
         if shard not in self._headers:
             if shard not in self.files:
                 raise absent_shard(self.source, shard, self.files, self.shards if shard != SINGLE_NAME else ())
-            self._headers[shard] = read_header(self.source, shard, self.files)
+            header = read_header(self.source, shard, self.files, most=self._most)
+            self._header_bytes += header.data_start
+            check_headers(self.source.label, self._header_bytes)
+            self._headers[shard] = header
         return self._headers[shard]
+
+    @property
+    def _most(self) -> int | None:
+        return most_tensors(self.index) if INDEX_NAME in self.files else None
 
     @cached_property
     def located(self) -> dict[str, Located]:
@@ -148,13 +163,31 @@ class Checkpoint:
         return self.source.read(place.shard, place.offset + first * step, (last - first) * step)
 
 
-def read_header(source: Source, shard: str, files: dict[str, int] | None = None) -> Header:
-    """Read and check one header; one request for headers under 1 MiB. Raises CheckpointMissing, CheckpointCorrupt."""
+def check_headers(label: str, total: int) -> None:
+    """Refuse headers that together, so far, are more than any checkpoint has: they are held in memory."""
+    fail = corrupt("a checkpoint has headers of about 160 bytes a tensor: name the publisher's own shards")
+    check_size(f"{label}: the headers of its shards together", total, MAX_HEADERS_BYTES, fail=fail)
+
+
+def most_tensors(index: Index) -> int:
+    """How many tensors a shard may hold before its header is read for what they are."""
+    return 2 * len(index.weight_map) + 10_000
+
+
+def read_header(source: Source, shard: str, files: dict[str, int] | None = None, *, most: int | None = None) -> Header:
+    """Read and check one header; one request for headers under 1 MiB. Raises CheckpointMissing, CheckpointCorrupt.
+
+    most: more tensors than these are refused before the header is parsed.
+    """
     files = source.files() if files is None else files
     size = files.get(shard)
     if size is None:
         raise absent_shard(source, shard, files)
-    return parse_header(read_header_text(source, shard, size), file_size=size, where=f"{source.label}/{shard}")
+    text = read_header_text(source, shard, size)
+    where = f"{source.label}/{shard}"
+    if most is not None and (held := text.count(b'"data_offsets"')) > most:
+        raise damaged(where, f"its header names {held:,} tensors, many more than the index names in all")
+    return parse_header(text, file_size=size, where=where)
 
 
 def read_header_text(source: Source, shard: str, size: int) -> bytes:

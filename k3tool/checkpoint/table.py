@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 from k3tool.catalog import count
 from k3tool.checkpoint.header import TensorSpec, dtype_bits
 from k3tool.checkpoint.origin import look, names_of
-from k3tool.checkpoint.reader import Checkpoint, Located, read_header
+from k3tool.checkpoint.reader import Checkpoint, Located, check_headers, most_tensors, read_header
 from k3tool.checkpoint.source import Source
 from k3tool.checkpoint.strays import absent_shard
 from k3tool.errors import CheckpointCorrupt, CheckpointMissing
@@ -57,8 +57,10 @@ class TensorTable:
         """Reads every header. Raises CheckpointMissing, CheckpointCorrupt where index and shards disagree."""
         table = cls(checkpoint.source, checkpoint.files)
         weight_map = checkpoint.index.weight_map
+        most = most_tensors(checkpoint.index)
         for shard in checkpoint.index.shards:
-            table._add(shard, weight_map)
+            table._add(shard, weight_map, most)
+            check_headers(table.source.label, sum(table._data_starts))
         if len(table) != len(weight_map):
             name = next(name for name in weight_map if name not in table._numbers)
             raise CheckpointCorrupt(
@@ -67,10 +69,10 @@ class TensorTable:
             )
         return table
 
-    def _add(self, shard: str, weight_map: Mapping[str, str]) -> None:
+    def _add(self, shard: str, weight_map: Mapping[str, str], most: int) -> None:
         if shard not in self.sizes:
             raise absent_shard(self._source, shard, self.sizes, set(weight_map.values()))
-        header = read_header(self._source, shard, self.sizes)
+        header = read_header(self._source, shard, self.sizes, most=most)
         self.shards.append(shard)
         self._first.append(len(self._kinds))
         self._data_starts.append(header.data_start)

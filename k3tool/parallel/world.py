@@ -11,7 +11,7 @@ from k3tool.checkpoint.origin import write_rank
 from k3tool.checkpoint.reader import Checkpoint
 from k3tool.checkpoint.source import LocalSource
 from k3tool.errors import CheckpointCorrupt, CheckpointMissing, UsageError
-from k3tool.layout import Layout, Place, check, rank_folder
+from k3tool.layout import Layout, Place, check, rank_folder, share_of
 from k3tool.transform.record import LayoutRecord, parse_record
 from k3tool.transform.reshard import LAYOUT_NAME
 
@@ -80,20 +80,15 @@ class RankFolder(NamedTuple):
             )
         checkpoint = Checkpoint(LocalSource(self.folder))
         check(checkpoint.config, self.layout)
-        section = checkpoint.config.raw.get("k3tool")
-        found = section if isinstance(section, dict) else {}
-        expected = {"rank": self.place.rank, "ranks": self.layout.ranks, **self.layout.as_json()}
-        if self.layout.ranks > 1 and any(found.get(key) != value for key, value in expected.items()):
+        found = share_of(checkpoint.config)
+        if self.layout.ranks > 1 and found != (self.layout, self.place):
+            said = f"rank {found[1].rank} of {found[0].ranks} ({found[0]})" if found else "nothing of ranks"
             raise CheckpointCorrupt(
-                f"{self.folder}: {LAYOUT_NAME} implies {_shown(expected)}, its own config.json says "
-                f"{_shown({key: found.get(key) for key in expected})}",
+                f"{self.folder}: {LAYOUT_NAME} implies rank {self.place.rank} of {self.layout.ranks} ({self.layout}), "
+                f"its own config.json says {said}",
                 hint="put every rank's folder back under its own name, or write the ranks again",
             )
         return checkpoint
-
-
-def _shown(values: Mapping[str, object]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in values.items())
 
 
 def rank_folder_of(folder: str | Path, world: World) -> RankFolder:
@@ -123,11 +118,12 @@ def rank_folder_of(folder: str | Path, world: World) -> RankFolder:
 
 
 def _whole(folder: Path, world: World) -> RankFolder:
-    section = Checkpoint(LocalSource(folder)).config.raw.get("k3tool")
-    if isinstance(section, dict) and section.get("ranks", 1) != 1:
+    share = share_of(Checkpoint(LocalSource(folder)).config)
+    if share is not None and share[0].ranks != 1:
+        ranks = share[0].ranks
         raise UsageError(
-            f"{folder} is the folder of rank {section.get('rank')} of {section.get('ranks')}, which cannot run alone",
-            hint=f"run the folder above it, {folder.absolute().parent}, by torchrun with {section.get('ranks')} processes",
+            f"{folder} is the folder of rank {share[1].rank} of {ranks}, which cannot run alone",
+            hint=f"run the folder above it, {folder.absolute().parent}, by torchrun with {ranks} processes",
         )
     if world.size > 1:
         raise UsageError(

@@ -7,30 +7,30 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from k3tool.catalog import Catalog, catalog
+from k3tool.catalog import Catalog, catalog, check_extent
 from k3tool.config import K3Config
-from k3tool.errors import CheckpointCorrupt, K3Error
-from k3tool.layout import Layout, padded_vocab, problems
+from k3tool.errors import CheckpointCorrupt
+from k3tool.layout import padded_vocab, problems, share_of
 from k3tool.transform.split import Splitter, parsed
 
 
-def expected(config: K3Config) -> tuple[K3Config, Catalog]:
+def expected(config: K3Config, names: int) -> tuple[K3Config, Catalog]:
     """The configuration with the widths that are stored here, and the tensors that follow from it.
 
-    Raises CheckpointCorrupt where the `k3tool` section of a rank's configuration is not one that k3tool wrote.
+    names: how many tensors there are. Raises CheckpointCorrupt where the configuration implies many times as many, or
+    where the `k3tool` section of a rank's configuration is not one that k3tool wrote.
     """
-    section = config.raw.get("k3tool")
-    if section is None:
+    share = share_of(config)
+    if share is None:
+        check_extent(config, names)
         return config, catalog(config)
-    try:
-        layout = Layout(*(int(section[key]) for key in ("tp", "ep", "pp")))
-        place = layout.place(int(section["rank"]))
-        if problems(config, layout):
-            raise ValueError(problems(config, layout)[0])
-    except (K3Error, KeyError, TypeError, ValueError) as error:
+    layout, place = share
+    if found := problems(config, layout):
         raise CheckpointCorrupt(
-            f"config.json: its k3tool section is not one that k3tool wrote ({error})", hint="write the ranks again"
-        ) from None
+            f"config.json: its k3tool section is not one that k3tool wrote ({found[0]})",
+            hint="write the ranks again from the checkpoint",
+        )
+    check_extent(config, names * layout.ranks)
     local = replace(
         config,
         kda_num_heads=config.kda_num_heads // layout.tp,

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from k3tool.catalog import Catalog, section_entries
+from k3tool.catalog import Catalog, check_extent, section_entries
 from k3tool.checkpoint.header import TensorSpec
 from k3tool.checkpoint.index import INDEX_NAME
 from k3tool.checkpoint.manifest import MANIFEST_NAME
@@ -24,7 +24,7 @@ from k3tool.checkpoint.table import TensorTable
 from k3tool.config import K3Config
 from k3tool.conform import Conformance, conform, fused_error, fused_experts
 from k3tool.errors import CheckpointCorrupt, CheckpointMissing, UsageError
-from k3tool.layout import rank_folder
+from k3tool.layout import rank_folder, share_of
 from k3tool.names import parse_name
 from k3tool.transform.record import LayoutRecord, parse_record
 from k3tool.transform.reshard import LAYOUT_NAME, RECLAIMED_NAME, Form, RanksForm, RankTensors, WholeForm
@@ -91,10 +91,10 @@ def open_form(source: Source) -> Opened:
 
 
 def _refuse_single_rank(checkpoint: Checkpoint) -> None:
-    here = checkpoint.config.raw.get("k3tool")
-    if isinstance(here, dict) and "rank" in here:
+    here = share_of(checkpoint.config)
+    if here is not None:
         raise UsageError(
-            f"{checkpoint.source.label} is rank {here['rank']} of {here.get('ranks')}, not a whole checkpoint",
+            f"{checkpoint.source.label} is rank {here[1].rank} of {here[0].ranks}, not a whole checkpoint",
             hint="name the folder above it, which holds every rank and k3tool.json",
         )
 
@@ -123,12 +123,12 @@ def _open_ranks(source: Source, config: K3Config, splitter: Splitter, record: La
 
 def _check_rank(checkpoint: Checkpoint, rank: int, record: LayoutRecord) -> None:
     """A folder must hold the rank that its name says: neighbours store the same names and shapes."""
-    found = checkpoint.config.raw.get("k3tool")
-    expected = {"rank": rank, "ranks": record.layout.ranks, **record.layout.as_json()}
-    if not isinstance(found, dict) or any(found.get(key) != value for key, value in expected.items()):
+    found = share_of(checkpoint.config)
+    if found is None or found != (record.layout, record.layout.place(rank)):
+        said = f"rank {found[1].rank} of {found[0].ranks} ({found[0]})" if found else "nothing of ranks"
         raise CheckpointCorrupt(
-            f"{checkpoint.source.label}: its {CONFIG_NAME} says {json.dumps(found)[:200]}, "
-            f"{LAYOUT_NAME} says {json.dumps(expected)}",
+            f"{checkpoint.source.label}: its {CONFIG_NAME} says {said}, "
+            f"{LAYOUT_NAME} says rank {rank} of {record.layout.ranks} ({record.layout})",
             hint="put every rank's folder back under its own name, or write the ranks again",
         )
 
@@ -168,6 +168,7 @@ def check_conformance(config: K3Config, form: Form, label: str) -> None:
             continue
         has_vision = has_vision or text.startswith(VISION_PREFIXES)
         names[name.layer].append(text)
+    check_extent(config, sum(map(len, names.values())))
     found = Conformance(unexpected=foreign)
     sections: dict[int | None, list[int]] = {layer: [layer] for layer in range(config.num_layers)}
     sections[None] = [config.num_layers, *([config.num_layers + 1, config.num_layers + 2] if has_vision else [])]

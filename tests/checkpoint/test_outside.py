@@ -46,8 +46,8 @@ def nested(levels: int) -> bytes:
         (b'{"a": 0.' + b"1" * 100_000 + b"}", "beyond any float"),
         (b'{"a": ' + b"9" * 41 + b"}", "a number of 41 digits"),
         (b'{"a": ' + b"9" * 100_000 + b"}", "a number of 100000 digits"),
-        (b'{"a": 1, "a": 2}', 'names "a" twice'),
-        (b'{"x": [{"a": 1, "a": 1}]}', 'names "a" twice'),
+        (b'{"a": 1, "a": 2}', "names 'a' twice"),
+        (b'{"x": [{"a": 1, "a": 1}]}', "names 'a' twice"),
         (b'{"a": "\\ud800"}', "half of a surrogate pair"),
         (b'{"\\uDFFF": 1}', "half of a surrogate pair"),
         (b'["\xff"]', "no UTF-8 at byte 2"),
@@ -179,7 +179,7 @@ def test_null_is_what_is_absent_where_there_is_a_default():
 
 def test_bounds_and_ways_to_a_field_are_named():
     fields = Fields({"a": {"b": {"n": 9}}, "many": {"one": {"n": "x"}}}, "f.json", FAIL)
-    with pytest.raises(CheckpointCorrupt, match=r"f\.json: a: b: n must be a whole number from 0 to 8, found 9"):
+    with pytest.raises(CheckpointCorrupt, match=r"f\.json: a: b: n must be a whole number of at most 8, found 9"):
         fields.fields("a").fields("b").integer("n", high=8)
-    with pytest.raises(CheckpointCorrupt, match=r'f\.json: many: one: n must be a number .*, found "x"'):
+    with pytest.raises(CheckpointCorrupt, match=r"f\.json: many: one: n must be a number, found 'x'"):
         [entry.number("n") for _, entry in fields.each("many")]
