@@ -50,6 +50,7 @@ def ask(
         found = dict(response.headers.items())
         location = response.headers.get("Location")
         if response.status in REDIRECTS and location:
+            response.close()
             pool.drop(connection)
             target = follow(url, location)
             if not leave_home and origin(target) != home:
@@ -85,7 +86,7 @@ def _whole(body: Body, response: http.client.HTTPResponse, limit: int) -> bytes:
         raise _too_long(host, limit)
     if response.length == 0:
         return b""
-    body.expect(limit + 1)
+    body.expect(limit + 1, framing=1)
     data = bytearray()
     view = memoryview(bytearray(1 << 16))
     plain = response.length is not None and not response.chunked and not coding

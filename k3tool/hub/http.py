@@ -31,7 +31,7 @@ ODD_LIMIT = 4  # answers that break the protocol are not asked for more often th
 NEAR_S = 0.002  # a connection made within this time has no use for a deep receive buffer
 NEAR_BUFFER = 1 << 18
 SKIP_LIMIT = 1 << 26
-FRAMING = 16  # a chunked body may be so many times as long as what it holds, and this much longer in any case:
+FRAMING = 8  # a chunked body may be so many times as long as what it holds, and this much longer in any case:
 FRAMING_BYTES = 1 << 20
 WORD_S = 5.0  # who waits for longer is told so
 _CONTENT_RANGE = re.compile(r"bytes[ =](\d{1,19})-(\d{1,19})/(\d{1,19}|\*)", re.ASCII | re.IGNORECASE)
@@ -148,10 +148,10 @@ class Body:
         self._receive: Callable[[memoryview], int] = response.fp.readinto1 if plain else response.readinto
         self.coded = False
 
-    def expect(self, count: int) -> None:
-        """So many bytes are to come, and little more may."""
+    def expect(self, count: int, framing: int = FRAMING) -> None:
+        """So many bytes are to come, and little more may: `framing` times as many in chunks."""
         self.remaining = count
-        self._response.wire.begin_body(FRAMING * count + FRAMING_BYTES)
+        self._response.wire.begin_body(framing * count + FRAMING_BYTES)
 
     def decode(self, coding: str) -> None:
         """What comes is undone on its way: `gzip` or `deflate`, that some servers send whatever is asked."""
@@ -233,12 +233,14 @@ def open_range(
         connection, response = request(pool, url, sent)
         if response.status in REDIRECTS:
             location = response.headers.get("Location")
+            response.close()
             pool.drop(connection)
             if not location:
                 raise Transient(f"HTTP {response.status} without a Location", limit=ODD_LIMIT)
             url = follow(url, location)
             continue
         if response.status == 206 and coding_of(response) and "Range" in asked and (start, stop) == (0, size):
+            response.close()
             pool.drop(connection)  # a coded range says nothing; a coded whole can be undone
             del asked["Range"]
             continue
@@ -275,6 +277,7 @@ def request(
                 continue
             raise Transient(f"connection to {split.netloc}{through} lost ({words(error)})") from None
         if response.status == 407 and proxy is not None:
+            response.close()
             pool.drop(connection)
             raise proxy_refused(proxy, "407 Proxy Authentication Required")
         return connection, response

@@ -71,9 +71,7 @@ class Hub:
     def headers(self) -> dict[str, str]:
         return {"User-Agent": user_agent(), "Accept": "*/*"}
 
-    def ask(
-        self, url: str, what: str, *, method: str = "GET", limit: int = API_LIMIT, leave_home: bool = True
-    ) -> Answer:
+    def ask(self, url: str, what: str, *, method: str = "GET", leave_home: bool = True) -> Answer:
         """An answer of 200 (or a redirect that is not followed). Raises Transient, RemoteError."""
         token = authorization(self.token)
         try:
@@ -84,7 +82,7 @@ class Hub:
                 headers=self.headers,
                 authorization=token,
                 home=self.home,
-                limit=limit,
+                limit=API_LIMIT,
                 leave_home=leave_home,
             )
         except Transient as error:

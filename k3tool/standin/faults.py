@@ -18,6 +18,7 @@ Kind = Literal[
     "wrong_content_range",  # answer 206 for a range that was not asked for
     "short",  # claim and send fewer bytes than the file has
     "wrong_commit",  # answer with another X-Repo-Commit
+    "raw",  # send the bytes `raw`, then `again` for ever, every `seconds`; without `again` close the connection
 ]
 Stage = Literal["api", "resolve", "data"]
 
@@ -35,6 +36,20 @@ class Fault:
     headers: dict[str, str] = field(default_factory=dict)
     seconds: float = 1.0
     method: str | None = None  # only GET or only HEAD
+    raw: bytes = b""
+    again: bytes = b""
+
+
+def answer(
+    body: bytes = b"", *headers: str, status: str = "200 OK", json: bool = True, length: int | None = -1
+) -> bytes:
+    """An answer as it travels. length: what `Content-Length` says; None leaves it out, -1 is the truth."""
+    lines = [f"HTTP/1.1 {status}", *headers]
+    if json:
+        lines.append("Content-Type: application/json")
+    if length is not None:
+        lines.append(f"Content-Length: {len(body) if length == -1 else length}")
+    return "\r\n".join([*lines, "Connection: close", "", ""]).encode("latin-1") + body
 
 
 class Faults:

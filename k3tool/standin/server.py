@@ -317,6 +317,11 @@ class Handler(BaseHTTPRequestHandler):
             self._hang_up()
         elif fault.kind == "status":
             self._send(fault.status, fault.headers, b"told to fail")
+        elif fault.kind == "raw":
+            self.connection.sendall(fault.raw)
+            while fault.again and not self.hub.wait(fault.seconds):
+                self.connection.sendall(fault.again)
+            self._hang_up()
         else:
             return False
         return True
