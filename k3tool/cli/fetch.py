@@ -22,7 +22,7 @@ SHOWN = 12
 
 def command(
     repo: Annotated[
-        str, typer.Argument(metavar="REPO", help="Hub repository org/name[@revision].")
+        str, typer.Argument(metavar="REPO", help="Hub repository org/name[@revision], or a folder (./name).")
     ] = "moonshotai/Kimi-K3",
     local_dir: Annotated[
         Path, typer.Option("--local-dir", metavar="DIR", help="Folder to write; running again goes on there.")
@@ -67,16 +67,18 @@ def command(
     """
     from k3tool.checkpoint.address import NAMED, parse_repository
     from k3tool.fetch import fetch
+    from k3tool.fetch.local import local_folder
     from k3tool.hub import RetryPolicy
 
     with Output("fetch", json=json, quiet=quiet) as output:
+        here = local_folder(repo)
         address = parse_repository(repo)
-        if address is None:
+        if here is None and address is None:
             raise UsageError(f"not a repository name: {repo}", hint=NAMED)
         result = fetch(
-            address.repo,
+            address.repo if here is None and address is not None else repo,
             local_dir,
-            revision=revision or address.revision,
+            revision=revision or (address.revision if here is None and address is not None else None),
             include=include or (),
             exclude=exclude or (),
             layers=layers,
@@ -95,13 +97,18 @@ def command(
         output.result(result.as_json(), essential=essential, human=lambda console: show(console, result, local_dir))
 
 
+def _commit(result: FetchResult) -> str:
+    return "" if result.is_local else f" at commit {result.revision}"
+
+
 def _show(console: Console, result: FetchResult, folder: Path) -> None:
     counts = {word: sum(file.status == word for file in result.files) for word in ("fetched", "resumed", "kept")}
     said = ", ".join(f"{number} {word}" for word, number in counts.items() if number)
     rate = result.bytes_fetched / result.seconds if result.seconds else 0.0
     console.print(
-        f"{clean(result.repo)} at commit {result.revision} in {clean(str(folder))}: {len(result.files)} files ({said}), "
-        f"{format_bytes(result.bytes_total)}; {format_bytes(result.bytes_fetched)} over the network in "
+        f"{clean(result.repo)}{_commit(result)} in {clean(str(folder))}: {len(result.files)} files ({said}), "
+        f"{format_bytes(result.bytes_total)}; {format_bytes(result.bytes_fetched)} "
+        f"{'copied' if result.is_local else 'over the network'} in "
         f"{format_duration(result.seconds)} ({format_bytes(rate)}/s)",
         markup=False,
     )
@@ -121,7 +128,7 @@ def _show_plan(console: Console, result: FetchResult, folder: Path) -> None:
         console.print(f"... and {len(rows) - SHOWN} more files (--json has them all)", markup=False)
     shards = [file for file in result.files if file.name.endswith(".safetensors")]
     console.print(
-        f"{clean(result.repo)} at commit {result.revision}: {len(shards)} shards of {sum(f.size for f in shards):,} bytes, "
+        f"{clean(result.repo)}{_commit(result)}: {len(shards)} shards of {sum(f.size for f in shards):,} bytes, "
         f"{len(result.files)} files of {result.bytes_total:,} bytes ({format_bytes(result.bytes_total)})",
         markup=False,
     )

@@ -8,6 +8,7 @@ was proven and against what. Files are described in `target`, moved in `transfer
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from k3tool.fetch.folder import (
     write_manifest,
 )
 from k3tool.fetch.index_text import RemoteIndex, read_proven
+from k3tool.fetch.local import FolderSource, local_folder
 from k3tool.fetch.select import select
 from k3tool.fetch.session import Session, check_release, structure_of
 from k3tool.fetch.shrink import Choice, Shrinker
@@ -78,6 +80,11 @@ class FetchResult:
     @property
     def fits(self) -> bool:
         return self.bytes_free is None or self.bytes_needed <= self.bytes_free
+
+    @property
+    def is_local(self) -> bool:
+        """Whether a folder was read, and no repository; `revision` then stands for its files' names, sizes and times."""
+        return os.path.isabs(self.repo)
 
     @property
     def bytes_total(self) -> int:
@@ -133,7 +140,7 @@ def fetch(
     clock: Clock | None = None,
     progress: Progress = SILENT,
 ) -> FetchResult:
-    """Bring a revision of `repo`, or what is asked of it, into `local_dir`.
+    """Bring a revision of `repo`, or what is asked of it, into `local_dir`. repo: `org/name`, or a folder (`./name`).
 
     include, exclude: globs over file names. layers: `0-3,7`, a smaller checkpoint of those layers. text_only: without
     the vision tower. verify False: sizes instead of digests. reuse: folders that may already hold files of it.
@@ -142,8 +149,15 @@ def fetch(
     """
     if layers is not None:
         layers = format_ranges(parse_ranges(layers, what="layers", limit=LAYER_LIMIT))
+    here = local_folder(repo)
+    if here is not None and revision is not None:
+        raise UsageError(f"--revision {revision} is of a repository, and {repo} is a folder", hint="leave it out")
+    local = FolderSource(here, Path(local_dir)) if here is not None else None
+    repo = local.repo if local is not None else repo
     request = _Request(repo, Path(local_dir), tuple(include), tuple(exclude), layers, text_only, verify, overwrite)
-    source = HubSource(repo, revision, endpoint=endpoint, token=token, policy=policy, clock=clock, tell=progress.warn)
+    source: HubSource | FolderSource = local or HubSource(
+        repo, revision, endpoint=endpoint, token=token, policy=policy, clock=clock, tell=progress.warn
+    )
     try:
         workers = _workers(max_workers or DEFAULT_WORKERS, max_memory)
         return _Fetch(request, source, workers, tuple(map(Path, reuse)), progress).run(dry_run)
@@ -177,7 +191,12 @@ class _Request:
 
 class _Fetch:
     def __init__(
-        self, request: _Request, source: HubSource, workers: int, reuse: tuple[Path, ...], progress: Progress
+        self,
+        request: _Request,
+        source: HubSource | FolderSource,
+        workers: int,
+        reuse: tuple[Path, ...],
+        progress: Progress,
     ) -> None:
         self.request = request
         self.source = source
@@ -203,7 +222,9 @@ class _Fetch:
         with ledger:
             begun = str(ledger.facts.get("commit"))
             if begun != listing.commit:
-                raise another_commit(request.folder, begun, listing.commit, "holds an unfinished fetch of")
+                raise another_commit(
+                    request.folder, begun, listing.commit, "holds an unfinished fetch of", repo=request.repo
+                )
             session = Session(
                 source,
                 request.folder,

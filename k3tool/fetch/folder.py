@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -127,7 +128,7 @@ def guard_folder(folder: Path, repo: str, commit: str, made: Mapping[str, object
     if manifest.source != repo or manifest.command != "fetch":
         raise UsageError(f"{folder} holds {manifest.source} ({manifest.command}), not a fetch of {repo}", hint=other)
     if manifest.revision is not None and manifest.revision != commit:
-        raise another_commit(folder, manifest.revision, commit, "was fetched at")
+        raise another_commit(folder, manifest.revision, commit, "was fetched at", repo=repo)
     if not is_same_work(manifest, repo, made):
         raise UsageError(f"{folder} holds {_says(manifest.extra)} of {repo}, not {_says(made)}", hint=other)
 
@@ -161,7 +162,14 @@ def remove_replaced(folder: Path, before: Manifest | None, targets: Iterable[str
                 path.unlink()
 
 
-def another_commit(folder: Path, before: str, now: str, verb: str) -> UsageError:
+def another_commit(folder: Path, before: str, now: str, verb: str, *, repo: str = "") -> UsageError:
+    if os.path.isabs(repo):
+        return UsageError(
+            f"{folder} {verb} another state of {repo}: names, sizes or times of its files have changed since",
+            hint="add --overwrite to replace what differs, or name another folder",
+            expected=before,
+            found=now,
+        )
     return UsageError(
         f"{folder} {verb} commit {before}, the repository is now at commit {now}",
         hint=f"add --revision {before} to stay with it, or --overwrite to move this folder to the new commit",

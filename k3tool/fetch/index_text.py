@@ -9,6 +9,7 @@ from pathlib import Path
 from k3tool.checkpoint.index import INDEX_NAME
 from k3tool.disk import disk_errors
 from k3tool.errors import CheckFailed
+from k3tool.fetch.local import FolderSource
 from k3tool.fetch.partial import Digests
 from k3tool.hub import HubSource, RemoteFile
 
@@ -27,7 +28,7 @@ def from_folder(folder: Path) -> Callable[[], Iterator[bytes]]:
 class RemoteIndex:
     """Calling it gives a fresh stream of the text. The first whole pass downloads, proves and keeps it."""
 
-    def __init__(self, source: HubSource) -> None:
+    def __init__(self, source: HubSource | FolderSource) -> None:
         self.source = source
         self._kept: list[bytes] = []
 
@@ -49,7 +50,7 @@ class RemoteIndex:
         self._kept = kept
 
 
-def read_proven(source: HubSource, name: str) -> bytes:
+def read_proven(source: HubSource | FolderSource, name: str) -> bytes:
     """A small file whose digest is the published one. Raises CheckFailed."""
     expected: RemoteFile = source.remote(name)
     data = source.read(name)

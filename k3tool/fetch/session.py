@@ -19,6 +19,7 @@ from k3tool.errors import CheckFailed, CheckpointCorrupt, CheckpointMissing, K3E
 from k3tool.events import Progress
 from k3tool.fetch.folder import manifest_of
 from k3tool.fetch.index_text import RemoteIndex, from_folder, read_proven
+from k3tool.fetch.local import FolderSource
 from k3tool.fetch.reuse import adopt, belongs, candidates, hash_file
 from k3tool.fetch.structure import Structure
 from k3tool.fetch.target import Target
@@ -58,7 +59,7 @@ class Session:
 
     def __init__(
         self,
-        source: HubSource,
+        source: HubSource | FolderSource,
         folder: Path,
         targets: Sequence[Target],
         *,

@@ -20,6 +20,7 @@ from k3tool.checkpoint.reader import CONFIG_NAME, Located, read_header_text
 from k3tool.config import K3Config
 from k3tool.errors import UnsupportedError, UsageError
 from k3tool.fetch.index_scan import scan_or_parse
+from k3tool.fetch.local import FolderSource
 from k3tool.fetch.structure import Structure
 from k3tool.fetch.target import PackedText, Segment, Target, from_job, literal, whole_file
 from k3tool.hub import HubSource
@@ -134,7 +135,13 @@ def _index_text(names: Sequence[str], parts: Sequence[_Part]) -> Segment:
 class Shrinker:
     """Plans the targets of a smaller checkpoint of one commit. Reads every wanted header by range."""
 
-    def __init__(self, source: HubSource, structure: Structure, choice: Choice, index: Callable[[], Iterator[bytes]]):
+    def __init__(
+        self,
+        source: HubSource | FolderSource,
+        structure: Structure,
+        choice: Choice,
+        index: Callable[[], Iterator[bytes]],
+    ):
         if structure.index is None:
             raise UnsupportedError(
                 f"{source.label} has no {INDEX_NAME}: --layers and --text-only need one", hint="fetch it whole"

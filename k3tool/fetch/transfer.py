@@ -11,6 +11,7 @@ from pathlib import Path
 from k3tool.checkpoint.ledger import Ledger
 from k3tool.errors import CheckFailed, CheckpointCorrupt
 from k3tool.events import Progress
+from k3tool.fetch.local import FolderSource
 from k3tool.fetch.partial import READ_BLOCK, Digests, Partial
 from k3tool.fetch.structure import Structure, header_text
 from k3tool.fetch.target import Segment, Target
@@ -39,7 +40,7 @@ class Outcome:
 class Job:
     """What all files of one run share."""
 
-    source: HubSource
+    source: HubSource | FolderSource
     folder: Path
     ledger: Ledger
     progress: Progress
