@@ -280,7 +280,7 @@ def test_a_name_that_is_file_and_folder(hub: StandIn):
 
 def test_a_list_with_an_impossible_size(hub: StandIn):
     hub.add("org/bad", {"a": HubFile("a", None, size=-5, sha256="0" * 64)})
-    with pytest.raises(RemoteError, match='contradicts itself: "a" has size -5'):
+    with pytest.raises(RemoteError, match=r"contradicts itself: .a. has size -5"):
         HubSource("org/bad", endpoint=hub.endpoint).files()
 
 

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from k3tool.checkpoint.ledger import LEDGER_FOLDER
 from k3tool.cli.options import DryRunOption, JsonOption, MemoryOption, OverwriteOption, QuietOption, WorkersOption
 from k3tool.cli.output import Output, clean, table
-from k3tool.errors import UsageError
-from k3tool.units import format_bytes, format_duration
+from k3tool.commands import command as command_line
+from k3tool.errors import K3Error, UsageError
+from k3tool.units import format_bytes, format_duration, plural
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -75,6 +77,11 @@ def command(
         address = parse_repository(repo)
         if here is None and address is None:
             raise UsageError(f"not a repository name: {repo}", hint=NAMED)
+        if revision and address.revision and revision != address.revision:
+            raise UsageError(
+                f"--revision {revision} and {repo} name two revisions",
+                hint=f"leave out one of {revision}, {address.revision}",
+            )
         result = fetch(
             address.repo if here is None and address is not None else repo,
             local_dir,
@@ -94,7 +101,18 @@ def command(
         )
         essential = result.bytes_needed if dry_run else local_dir
         show = _show_plan if dry_run else _show
+        if not result.fits and json:
+            raise _no_room(result, local_dir)
         output.result(result.as_json(), essential=essential, human=lambda console: show(console, result, local_dir))
+        if not result.fits:
+            raise _no_room(result, local_dir)
+
+
+def _no_room(result: FetchResult, folder: Path) -> K3Error:
+    """A dry run ends as the run would."""
+    from k3tool.fetch.folder import too_little_space
+
+    return too_little_space(folder, result.bytes_needed, result.bytes_free or 0).with_document(result.as_json())
 
 
 def _commit(result: FetchResult) -> str:
@@ -116,7 +134,17 @@ def _show(console: Console, result: FetchResult, folder: Path) -> None:
     if result.unproven:
         names = ", ".join(result.unproven[:3]) + (", ..." if len(result.unproven) > 3 else "")
         console.print(f"no published digest proves {len(result.unproven)} of them: {clean(names)}", markup=False)
-    console.print(f"next: k3tool verify {clean(str(folder))}", markup=False)
+    if result.files_unfinished:
+        console.print(
+            f"unfinished and kept in {clean(str(folder / LEDGER_FOLDER))}: {plural(result.files_unfinished, 'file')} of an "
+            f"earlier choice, {format_bytes(result.bytes_unfinished)}",
+            markup=False,
+        )
+    again = ("fetch", result.repo, "--revision", result.revision, "--local-dir", folder)
+    step = f"next: {command_line('verify', folder)}"
+    if not result.is_whole:
+        step = f"a part of the checkpoint; the rest of it comes with: {command_line(*again)}"
+    console.print(clean(step), markup=False)
 
 
 def _show_plan(console: Console, result: FetchResult, folder: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from k3tool.checkpoint.index import INDEX_NAME
 from k3tool.checkpoint.ledger import Ledger, job_id, read_marks
+from k3tool.checkpoint.own import is_own
 from k3tool.checkpoint.reader import CONFIG_NAME
 from k3tool.config import K3Config
 from k3tool.disk import refusal
@@ -61,7 +62,8 @@ class FetchResult:
 
     verified: what the files were compared with: `sha256` and `git-sha1` of the Hub's list, `release-sha256` of the
     built-in table, `headers` against index and configuration, `sizes` alone. files_unfinished, bytes_unfinished: what
-    an earlier, wider choice of files had begun and this one did not ask for; it is kept.
+    an earlier, wider choice of files had begun and this one did not ask for; it is kept. is_whole: the folder now holds a
+    checkpoint, not a part of the files of one.
     """
 
     repo: str
@@ -76,6 +78,7 @@ class FetchResult:
     bytes_free: int | None = None
     files_unfinished: int = 0
     bytes_unfinished: int = 0
+    is_whole: bool = True
 
     @property
     def fits(self) -> bool:
@@ -105,6 +108,7 @@ class FetchResult:
             "unproven": self.unproven,
             "files_unfinished": self.files_unfinished,
             "bytes_unfinished": self.bytes_unfinished,
+            "whole": self.is_whole,
         }
         if self.dry_run:
             document |= {
@@ -327,7 +331,15 @@ class _Fetch:
             unproven,
             files_unfinished=len(unfinished),
             bytes_unfinished=sum(unfinished.values()),
+            is_whole=self._is_whole(),
         )
+
+    def _is_whole(self) -> bool:
+        """Whether configuration and every shard are in the folder, whatever this run was asked for."""
+        if self._shrinks:
+            return True
+        needed = {name for name in self.source.listing.files if name.endswith(".safetensors") or name == INDEX_NAME}
+        return all((self.request.folder / name).is_file() for name in {CONFIG_NAME, *needed} if not is_own(name))
 
     def _document(self, session: Session) -> dict[str, Any]:
         files = [session.outcomes[name] for name in sorted(session.outcomes)]

@@ -84,12 +84,16 @@ def free_space(folder: Path) -> int | None:
 def check_space(folder: Path, needed: int, free: int | None) -> None:
     """Raises CapacityError where `needed` more bytes do not fit."""
     if free is not None and needed > free:
-        raise CapacityError(
-            f"{folder}: {format_bytes(needed)} ({needed} bytes) still to fetch, {format_bytes(free)} ({free} bytes) free",
-            hint="free space, name a folder on another disk, or fetch less (--text-only, --layers, --include)",
-            needed=needed,
-            free=free,
-        )
+        raise too_little_space(folder, needed, free)
+
+
+def too_little_space(folder: Path, needed: int, free: int) -> CapacityError:
+    return CapacityError(
+        f"{folder}: {format_bytes(needed)} ({needed} bytes) still to fetch, {format_bytes(free)} ({free} bytes) free",
+        hint="free space, name a folder on another disk, or fetch less (--text-only, --layers, --include)",
+        needed=needed,
+        free=free,
+    )
 
 
 def write_manifest(

@@ -117,6 +117,7 @@ class HubSource:
                     self.close()
                     if self.meant_path is not None and isinstance(error, RemoteError):
                         error.message += f"; and there is no folder {self.meant_path} here"
+                        error.args = (error.message,)
                     raise
             return self._listing
 

@@ -123,6 +123,10 @@ class Connections:
             with suppress(OSError, AttributeError):
                 connection.sock.shutdown(socket.SHUT_RDWR)
 
+    def __del__(self) -> None:
+        """Whoever reads a few headers and lets a source go leaves no open socket."""
+        self.close()
+
     def close(self) -> None:
         with self._lock:
             open_now, self._open = list(self._open), set()

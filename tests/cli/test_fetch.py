@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 from k3tool import release
@@ -163,7 +165,81 @@ def released_files() -> dict[str, HubFile]:
     return {name: HubFile(name, None, size=record.size, sha256=record.sha256) for name, record in known.items()}
 
 
+def room(monkeypatch: pytest.MonkeyPatch, folder: Path, free: int) -> None:
+    usage = shutil.disk_usage(folder)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=free))
+
+
+def test_a_dry_run_that_does_not_fit_ends_as_the_run_would(hub: StandIn, tmp_path: Path, capsys, monkeypatch):
+    room(monkeypatch, tmp_path, 1000)
+    arguments = ("fetch", REPO, "--local-dir", tmp_path / "out", "--dry-run")
+    ran = k3tool(capsys, *arguments, "--json")
+    assert ran.code == 12 and ran.json["ok"] is False and ran.json["fits"] is False
+    assert ran.json["error"]["details"] == {"needed": 1_330_410, "free": 1000} and len(ran.json["files"]) == 13
+    ran = k3tool(capsys, *arguments)
+    assert ran.code == 12 and "NOT ENOUGH" in ran.out and "error: " in ran.err and "1 kB (1000 bytes) free" in ran.err
+    assert k3tool(capsys, *arguments, "-q").out == "1330410\n"
+    assert not (tmp_path / "out").exists()
+
+
+def last_command(text: str) -> list[str]:
+    """The command that the last line ends with, as a shell reads it."""
+    return shlex.split(text.rstrip().splitlines()[-1].partition("k3tool ")[2])
+
+
+def test_what_comes_next_works(hub: StandIn, checkpoint: Path, tmp_path: Path, capsys):
+    folder = tmp_path / "a folder"
+    ran = k3tool(capsys, "fetch", REPO, "--local-dir", folder, "--include", "config.json")
+    assert "a part of the checkpoint" in ran.out
+    ran = k3tool(capsys, *last_command(ran.out))
+    assert ran.code == 0 and contents(folder) == contents(checkpoint)
+    ran = k3tool(capsys, "fetch", REPO, "--local-dir", folder, "--include", "config.json", "--exclude", "*.gguf")
+    assert "--exclude '*.gguf' matches no file of org/mini" in ran.err
+    assert k3tool(capsys, *last_command(ran.out)).code == 0  # all is there: it is verify
+
+
+@pytest.mark.parametrize("name", ["notarepo", "a/b/c", "https://example.org/org/mini", "hf://mini", "./repository"])
+def test_what_is_no_repository_is_refused_at_once(hub: StandIn, tmp_path: Path, capsys, name: str):
+    ran = k3tool(capsys, "fetch", name, "--local-dir", tmp_path / "out")
+    assert ran.code == 2 and "org/name" in ran.err and hub.requests == []
+
+
+def test_pasted_addresses(hub: StandIn, tmp_path: Path, capsys):
+    commit = hub.repos[REPO].commit
+    for number, text in enumerate(
+        (
+            f"https://huggingface.co/{REPO}",
+            f"{hub.endpoint}/{REPO}/tree/main",
+            f"{hub.endpoint}/{REPO}/blob/{commit}/config.json",
+        )
+    ):
+        arguments = ("--local-dir", tmp_path / str(number), "--include", "config.json", "--json")
+        ran = k3tool(capsys, "fetch", text, *arguments)
+        assert ran.code == 0 and ran.json["revision"] == commit
+        ran = k3tool(capsys, "inspect", text, "-q")
+        assert ran.code == 0
+    ran = k3tool(capsys, "fetch", f"{REPO}@main", "--revision", "other", "--local-dir", tmp_path / "x")
+    assert ran.code == 2 and "two revisions" in ran.err
+
+
+def test_offline_with_everything_in_the_cache(hub: StandIn, checkpoint: Path, tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    snapshot = Path(huggingface_hub.snapshot_download(REPO, cache_dir=tmp_path / "cache", endpoint=hub.endpoint))
+    asked = len(hub.requests)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    ran = k3tool(capsys, "fetch", REPO, "--local-dir", tmp_path / "out", "--json")
+    assert ran.code == 0 and ran.json["bytes_fetched"] == 0 and contents(tmp_path / "out") == contents(checkpoint)
+    assert ran.json["verified"] == ["git-sha1", "sha256", "headers"]
+    ran = k3tool(capsys, "inspect", REPO)
+    assert ran.out.startswith(f"{REPO}: ") and str(tmp_path) not in ran.out
+    (snapshot / SHARD).unlink()
+    ran = k3tool(capsys, "fetch", REPO, "--local-dir", tmp_path / "two")
+    assert ran.code == 10 and f"10 of 11 shards of {REPO}: {SHARD} is missing" in ran.err
+    assert "unset HF_HUB_OFFLINE" in ran.err and len(hub.requests) == asked
+
+
 def test_dry_run_of_the_release(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
+    room(monkeypatch, tmp_path, 10**13)
     with serve(released_files(), release.repo(), commit=release.revisions()[0]) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
         ran = k3tool(capsys, "fetch", release.repo(), "--local-dir", tmp_path / "out", "--dry-run", "--json")

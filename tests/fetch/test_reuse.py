@@ -12,6 +12,7 @@ import pytest
 
 from k3tool.fetch import fetch
 from k3tool.standin import StandIn
+from k3tool.verify import verify
 from tests.fetch.conftest import REPO, Recorder, contents, size_of
 
 SHARD = "model-00003-of-000011.safetensors"
@@ -45,6 +46,21 @@ def test_the_official_client_verifies_what_k3tool_wrote(hub: StandIn, checkpoint
     data[-1] ^= 1
     (tmp_path / "out" / SHARD).write_bytes(data)
     assert client("cache", "verify", REPO, "--local-dir", tmp_path / "out", endpoint=hub.endpoint).returncode == 1
+
+
+def test_the_names_of_the_caches_blobs_are_digests(hub: StandIn, checkpoint: Path, cache: Path):
+    snapshot = Path(huggingface_hub.snapshot_download(REPO, cache_dir=cache, endpoint=hub.endpoint))
+    report = verify(snapshot, depth="bytes")
+    assert report.ok and report.unproven == 0 and report.digests == "the names of the Hub cache's blobs"
+    for name, expected in ((SHARD, "sha256 differs"), ("model.safetensors.index.json", "expected git sha1 ")):
+        blob = (snapshot / name).resolve()
+        whole = blob.read_bytes()
+        blob.write_bytes(whole[:-2] + bytes([whole[-2] ^ 1]) + whole[-1:] if name == SHARD else whole + b" ")
+        report = verify(snapshot, depth="bytes")
+        assert not report.ok and expected in report.problems[0]
+        assert [file.name for file in report.files if file.status == "corrupt"] == [name]
+        blob.write_bytes(whole)
+    assert verify(snapshot, depth="bytes").ok
 
 
 def test_a_folder_of_the_official_client_is_kept(hub: StandIn, checkpoint: Path, tmp_path: Path):
