@@ -68,8 +68,11 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--log", type=Path)
-    parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
-    options = parser.parse_args()
+    words, pytest = sys.argv[1:], []
+    if "--" in words:
+        cut = words.index("--")
+        words, pytest = words[:cut], words[cut + 1 :]
+    options = parser.parse_args(words)
     interpreter = install(options.folder.absolute(), options.which, options.python)
     versions = subprocess.run(
         [str(interpreter), "-m", "pip", "--disable-pip-version-check", "freeze", "--exclude-editable"],
@@ -79,7 +82,7 @@ def main() -> int:
     with open(log, "w") as file:
         file.write(f"{platform.platform()}\n{versions}\n")
         file.flush()
-        done = subprocess.run([str(interpreter), "-m", "pytest", *options.pytest], cwd=HERE, stdout=file, stderr=file)
+        done = subprocess.run([str(interpreter), "-m", "pytest", *pytest], cwd=HERE, stdout=file, stderr=file)
     print(f"{log}: pytest left with {done.returncode}")
     return done.returncode
 
