@@ -115,6 +115,16 @@ class Cache:
             for tensor in ((layer.state, layer.history) if isinstance(layer, KdaState) else (layer.buffer,))
         )
 
+    def tensors(self) -> list[Tensor]:
+        """All that is held of the tokens so far, layer by layer: views."""
+        return [
+            tensor
+            for layer in self.layers
+            for tensor in (
+                (layer.state, layer.history) if isinstance(layer, KdaState) else (layer.buffer[:, : self.position],)
+            )
+        ]
+
     def has_room(self) -> bool:
         """Is there room for one more token?"""
         return all(layer.buffer.shape[1] > self.position for layer in self.layers if isinstance(layer, LatentCache))

@@ -1,8 +1,9 @@
 """Every kernel against its reference while the model runs: same inputs, layer by layer.
 
 The model goes through a prompt and one more token as always; each kernel that has a twin beside its reference is called
-a second time as reference with copies of the same inputs, and the results are compared. The model goes on with what the
-kernel gave, so that errors of one kernel do not hide in those of another.
+a second time as reference with copies of the same inputs, and the results are compared (`compare` says how). The model
+goes on with what the kernel gave, so that errors of one kernel do not hide in those of another. Where decode steps are
+played back from a tape or from a CUDA graph, a few of them are, against the same step done kernel by kernel.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -21,29 +21,47 @@ from torch import Tensor
 
 from k3tool.kernels import dispatch
 from k3tool.kernels.router.ties import same_where_tied
-from k3tool.model import attention, decoder, divided, moe
+from k3tool.model import attention, decoder, divided, graph, moe, replay
+from k3tool.model.cache import Cache
+from k3tool.model.compare import Difference, compare, move, same_bits
 from k3tool.model.decoder import Model
 
 CHECKED_TOKENS = 512
 """Tokens of the prompt that are checked: the reference is slow, and longer prompts repeat the same work."""
 
-BOUNDS = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (2.0**-6, 2.0**-8)}
-"""Largest and RMS difference, each relative to the largest and the RMS reference value. float32 twins differ by the
-order of their sums only; in bfloat16 they may round neighbouring values, and intermediate ones, to the other side."""
-
 _IN_PLACE = ("state", "history", "place", "out")
+_WEIGHTS = ("weight", "kv_b", "conv_weight", "norm_weight", "query")
 _CALLERS = (attention, decoder, divided, moe)
+
+
+PLAYED_STEPS = 5
+"""Decode steps that are checked where they are played back: some of the first are not, as they are being written down."""
+
+DECODE_STEP = "decode_step"
 
 
 @dataclass(frozen=True)
 class KernelCheck:
-    """The worst call of one kernel in one layer (None: after the last layer). Errors as in `BOUNDS`."""
+    """The worst calls of one kernel in one layer (None: outside the layers). Errors and bounds as in `Difference`.
+
+    The kernel `decode_step` is a whole step as it is played back, with the caches that it leaves.
+    """
 
     layer: int | None
     kernel: str
     max_error: float
+    max_bound: float
     rms_error: float
+    rms_bound: float
     ok: bool
+
+    @classmethod
+    def of(cls, layer: int | None, kernel: str, found: Difference) -> KernelCheck:
+        return cls(layer, kernel, found.max_error, found.max_bound, found.rms_error, found.rms_bound, found.ok)
+
+    @property
+    def difference(self) -> Difference:
+        return Difference(self.max_error, self.max_bound, self.rms_error, self.rms_bound)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -51,20 +69,19 @@ class KernelCheck:
 
 def worst_of(reports: Iterable[Sequence[KernelCheck]]) -> list[KernelCheck]:
     """The checks of several ranks as those of one model: of each kernel and layer, the worst that any of them found."""
-    found: dict[tuple[int | None, str], KernelCheck] = {}
+    found: dict[tuple[int | None, str], Difference] = {}
     for check in (check for report in reports for check in report):
         key = check.layer, check.kernel
-        other = found.get(key, check)
-        found[key] = KernelCheck(
-            *key, max(check.max_error, other.max_error), max(check.rms_error, other.rms_error), check.ok and other.ok
-        )
-    return sorted(found.values(), key=lambda check: math.inf if check.layer is None else check.layer)
+        found[key] = found.get(key, check.difference).worst(check.difference)
+    checks = [KernelCheck.of(layer, kernel, difference) for (layer, kernel), difference in found.items()]
+    return sorted(checks, key=lambda check: math.inf if check.layer is None else check.layer)
 
 
 def check_kernels(model: Model, ids: Sequence[int]) -> list[KernelCheck]:
-    """Run up to 512 tokens of a prompt and one decode step on a fresh cache. Empty where no kernel has a twin here.
+    """Run up to 512 tokens of a prompt and one decode step on a fresh cache, then steps as they are played back.
 
-    Runs on the backend that is active. Not for several threads at once: the model's calls are redirected meanwhile.
+    Empty where the reference itself is what runs. Runs on the backend that is active. Not for several threads at once:
+    the model's calls are redirected meanwhile.
     """
     checker = _Checker(model.share.layers)
     with redirected(checker.checked):
@@ -75,9 +92,53 @@ def check_kernels(model: Model, ids: Sequence[int]) -> list[KernelCheck]:
             hidden = model.forward(tokens, cache, checker.observe)
             checker.layer = None
             tokens = model.logits(hidden[-1:]).argmax(-1)
-    return [
-        KernelCheck(layer, kernel, largest, rms, ok) for (layer, kernel), (largest, rms, ok) in checker.found.items()
-    ]
+        if graph.captures(model):
+            _check_fixed_step(model, int(tokens), cache, checker)
+    checks = [KernelCheck.of(layer, kernel, found) for (layer, kernel), found in checker.found.items()]
+    return checks + _check_played(model, int(tokens), cache)
+
+
+@torch.inference_mode()
+def _check_fixed_step(model: Model, token: int, cache: Cache, checker: _Checker) -> None:
+    """The kernels of a step on the fixed memory of a graph, some of which no other step calls."""
+    own = cache.clone()
+    own.reserve(own.position + 1)
+    step = graph.Step(model, own)
+    step.set(token, own.position)
+    checker.layer = checker.first
+    step.run(checker.observe)
+
+
+@torch.inference_mode()
+def _check_played(model: Model, token: int, cache: Cache) -> list[KernelCheck]:
+    """Steps that `decode_step` plays back, and the same steps done kernel by kernel on a copy of the caches.
+
+    They are the same jobs on memory of the same kind, and so must give the same bits. Empty where none is played back.
+    """
+    if not (graph.captures(model) or replay.may_record(model)):
+        return []
+    cache.reserve(cache.position + PLAYED_STEPS)
+    own = cache.clone()
+    fixed = graph.Step(model, own)
+    found: Difference | None = None
+    for _ in range(PLAYED_STEPS):
+        is_played, is_fixed = replay.plays(model, cache), graph.captures(model) and graph.is_fixed(cache)
+        logits = replay.decode_step(model, token, cache)
+        if is_fixed:
+            fixed.set(token, own.position)
+            expected = fixed.run()[0]
+            own.advance(1)
+        else:
+            ids = torch.tensor([token], dtype=torch.int64, device=model.device)
+            expected = model.logits(model.forward(ids, own))[0]
+        if is_played:
+            found = (found or Difference()).worst(same_bits(logits, expected))
+        token = int(expected.argmax())
+    if found is None:
+        return []
+    for held, wanted in zip(cache.tensors(), own.tensors(), strict=True):
+        found = found.worst(same_bits(held, wanted))
+    return [KernelCheck.of(None, DECODE_STEP, found)]
 
 
 @contextmanager
@@ -104,7 +165,7 @@ class _Checker:
     def __init__(self, layers: range) -> None:
         self.first = layers.start
         self.layer: int | None = self.first
-        self.found: dict[tuple[int | None, str], tuple[float, float, bool]] = {}
+        self.found: dict[tuple[int | None, str], Difference] = {}
         self._last = layers.stop - 1
 
     def observe(self, what: str, layer: int, value: Tensor) -> None:
@@ -127,48 +188,46 @@ class _Checker:
             first = next(value for value in inputs.values() if isinstance(value, Tensor))
             if dispatch.twin(kernel, name, first) is reference:
                 return function(*args, **kwargs)
-            for place in _IN_PLACE:
-                if inputs.get(place) is not None:
-                    inputs[place] = inputs[place].clone()
-            # First: what the kernel writes into may be one of its inputs.
-            expected = reference(**inputs)
+            # References first: what the kernel writes into may be one of its inputs.
+            if kernel == "router":
+                expected = reference(**inputs)
+                given = function(*args, **kwargs)
+                routed, wanted = same_where_tied(
+                    given, expected, inputs["logits"], inputs["bias"], inputs["activation"]
+                )
+                self._record(name, compare(routed, wanted))
+                return given
+            wide = {name: _widened(name, value) for name, value in inputs.items()}
+            moved = {name: _moved(name, value) for name, value in wide.items()}
+            references = [_results(reference, own) for own in (inputs, wide, moved)]
             given = function(*args, **kwargs)
-            if isinstance(given, tuple):
-                routed = same_where_tied(given, expected, inputs["logits"], inputs["bias"], inputs["activation"])
-                self._record(name, routed[:1], routed[1:])
-            else:
-                self._record(name, _outputs(given, bound.arguments), _outputs(expected, inputs))
+            for results in zip(_outputs(given, inputs), *references, strict=True):
+                self._record(name, compare(*results))
             return given
 
         return call
 
-    def _record(self, kernel: str, given: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-        for found, wanted in zip(given, expected, strict=True):
-            largest, rms, ok = compare(found, wanted)
-            before = self.found.get((self.layer, kernel), (0.0, 0.0, True))
-            self.found[self.layer, kernel] = max(before[0], largest), max(before[1], rms), before[2] and ok
+    def _record(self, kernel: str, difference: Difference) -> None:
+        key = self.layer, kernel
+        self.found[key] = self.found.get(key, difference).worst(difference)
 
 
-def compare(found: Tensor, expected: Tensor) -> tuple[float, float, bool]:
-    """(largest difference over largest value, RMS difference over RMS value, whether both are within `BOUNDS`).
+def _widened(name: str, value: Any) -> Any:
+    """Activations in float32. Weights are widened by the reference itself, tile by tile or whole."""
+    is_narrow = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16) and name not in _WEIGHTS
+    return value.float() if is_narrow else value
 
-    Bounds are those of the dtype of `expected`. A shape or dtype that differs, or a number that is none, is never ok.
-    """
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        return sys.float_info.max, sys.float_info.max, False
-    if not expected.numel():
-        return 0.0, 0.0, True
-    wanted = expected.double()
-    difference = found.double() - wanted
-    pairs = (
-        (difference.abs().max(), wanted.abs().max()),
-        (difference.square().mean().sqrt(), wanted.square().mean().sqrt()),
-    )
-    errors = [float(error / scale) if float(scale) > 0 else float(error) for error, scale in pairs]
-    bounds = BOUNDS[expected.dtype]
-    ok = all(error <= bound for error, bound in zip(errors, bounds, strict=True))
-    largest, rms = (error if math.isfinite(error) else sys.float_info.max for error in errors)
-    return largest, rms, ok
+
+def _moved(name: str, value: Any) -> Any:
+    """Activations with other last bits."""
+    is_number = isinstance(value, Tensor) and value.dtype == torch.float32 and name not in _WEIGHTS
+    return move(value) if is_number else value
+
+
+def _results(reference: Callable[..., Any], inputs: dict[str, Any]) -> list[Tensor]:
+    """What the reference gives and what it writes, into copies of its own."""
+    own = {name: value.clone() if name in _IN_PLACE and value is not None else value for name, value in inputs.items()}
+    return _outputs(reference(**own), own)
 
 
 def _outputs(result: Any, inputs: dict[str, Any]) -> list[Tensor]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from k3tool.model.cache import Cache, LatentCache
 from k3tool.model.decoder import Model, ResidualSums
+from k3tool.model.moe import Observer
 
 log = logging.getLogger(__name__)
 
@@ -63,10 +64,10 @@ class Step:
         self.position.fill_(position)
         self.visible.fill_(position + 1)
 
-    def run(self) -> Tensor:
+    def run(self, observe: Observer | None = None) -> Tensor:
         """Logits [1, vocab] of the token that was set; states and caches go on by it."""
         sums = ResidualSums(self.model.enter(self.ids), self.model.slots, self.model.config.rms_norm_eps)
-        logits = self.model.logits(self.model.layers_and_norm(sums, self.cache))
+        logits = self.model.logits(self.model.layers_and_norm(sums, self.cache, observe))
         self.has_run = True
         return logits
 
@@ -102,6 +103,18 @@ def captures(model: Model) -> bool:
     return (
         alone and model.device.type == "cuda" and not model.streamed_experts and os.environ.get("K3TOOL_GRAPH") != "0"
     )
+
+
+def is_fixed(cache: Cache) -> bool:
+    """Whether the next step on a cache runs on the fixed memory of a graph, or as the graph."""
+    held = cache.captured
+    return held is not None and not held.steps_before and not held.problem
+
+
+def is_captured(model: Model, cache: Cache) -> bool:
+    """Whether the next step on a cache is the graph that was captured."""
+    step = cache.captured.step if cache.captured is not None else None
+    return step is not None and step.graph is not None and step.fits(model, cache) and cache.has_room()
 
 
 @torch.inference_mode()

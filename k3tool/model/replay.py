@@ -44,7 +44,7 @@ def decode_step(model: Model, token: int, cache: Cache) -> Tensor:
     if graph.captures(model):
         return graph.decode_step(model, token, cache)
     ids = torch.tensor([token], dtype=torch.int64, device=model.device)
-    if not _may_record(model):
+    if not may_record(model):
         return model.logits(model.forward(ids, cache))[0]
     if not cache.has_room():
         cache.reserve(cache.position + 1)
@@ -60,7 +60,22 @@ def decode_step(model: Model, token: int, cache: Cache) -> Tensor:
     return step.logits[0].clone()
 
 
-def _may_record(model: Model) -> bool:
+def plays(model: Model, cache: Cache) -> bool:
+    """Whether the next decode step on a cache is played back, from a tape or as a captured graph."""
+    if graph.captures(model):
+        return graph.is_captured(model, cache)
+    step = cache.recorded
+    return (
+        may_record(model)
+        and cache.has_room()
+        and step is not None
+        and step.tape is not None
+        and step.fits(model, cache)
+    )
+
+
+def may_record(model: Model) -> bool:
+    """Whether decode steps of a model may be written down at all."""
     groups = (model.parallel.tp, model.parallel.experts, model.parallel.stages)
     alone = all(group.size == 1 for group in groups)
     return alone and runs_compiled(model.device) and not model.streamed_experts
