@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from k3tool.checkpoint.address import parse_repository
 from k3tool.checkpoint.origin import again
+from k3tool.commands import command
 from k3tool.disk import disk_errors, refusal
 from k3tool.errors import CheckpointCorrupt, CheckpointMissing, K3Error
 from k3tool.events import aside
@@ -26,6 +28,9 @@ def is_strewn(name: str) -> bool:
     counts as nothing."""
     base = name.rpartition("/")[2]
     return base in _STREWN or base.startswith("._")
+
+
+_LIKE_REPOSITORY = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
 
 
 @runtime_checkable
@@ -60,7 +65,7 @@ class LocalSource:
         self.label = str(root)
         if not self.root.is_dir():
             kind = "is a file, not a folder" if self.root.exists() else "does not exist"
-            raise CheckpointMissing(f"{root} {kind}", hint="name a folder that holds a checkpoint")
+            raise CheckpointMissing(f"{root} {kind}", hint=_another_folder(str(root)))
 
     def files(self) -> dict[str, int]:
         with disk_errors(self.root, "list"), os.scandir(self.root) as entries:
@@ -90,6 +95,13 @@ class LocalSource:
 
     def local_path(self, name: str) -> Path | None:
         return self.root / name
+
+
+def _another_folder(text: str) -> str:
+    hint = "name a folder that holds a checkpoint"
+    if not _LIKE_REPOSITORY.fullmatch(text) or Path(text).exists() or Path(text).parent.is_dir():
+        return hint
+    return f"{hint}; if a repository is meant, bring it first: {command('fetch', text, '--local-dir', Path(Path(text).name))}"
 
 
 def read_exactly(descriptor: int, offset: int, buffer: memoryview, *, where: str, flags: int = 0) -> None:

@@ -227,7 +227,13 @@ def test_refusals(mini: Path, capsys, monkeypatch, options: tuple[str, ...], cod
 
 def test_a_folder_that_is_not_there_is_fetched_first(capsys):
     ran = k3tool(capsys, "run", "moonshotai/Kimi-K3", "--input-ids", "1")
-    assert ran.code == 10 and "does not exist" in ran.err and "k3tool fetch" in ran.err.splitlines()[1]
+    assert (
+        ran.code == 10
+        and "does not exist" in ran.err
+        and ran.err.splitlines()[1].endswith("k3tool fetch moonshotai/Kimi-K3 --local-dir Kimi-K3")
+    )
+    ran = k3tool(capsys, "run", "/nowhere/at-all", "--input-ids", "1")
+    assert ran.code == 10 and "fetch" not in ran.err
 
 
 @pytest.mark.parametrize("option", ["--logits-out", "--save-activations"])
