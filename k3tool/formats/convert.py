@@ -22,6 +22,10 @@ from k3tool.formats.mx_tables import Table
 
 TILE_ROWS = 128
 LEAST_BYTE, MOST_BYTE = 8, 246  # beyond these, scales or their inverses leave the range of normal numbers
+FIRST_ROWS = 4
+NARROW = 8  # binades that every target's scales can span
+_FLOATS = ("bf16", "f16", "f32")
+_EXACT_OF_MXFP4 = ("nvfp4", "nvfp4-modelopt", "int8", "fp8-block", "fp8-channel")
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ def convert(sources: Sequence[Stored], target: Target) -> list[Converted]:
     hold or a value beyond its range; both name the module.
     """
     check(sources, target)
+    sources = [settled(source) for source in recognized(sources, target)]
     if target.scheme.startswith("nvfp4"):
         naming = "modelopt" if target.scheme == "nvfp4-modelopt" else "compressed-tensors"
         if all(source.scheme == "mxfp4" for source in sources):
@@ -83,6 +88,56 @@ def check(sources: Sequence[Stored], target: Target) -> None:
         check_shape(target.scheme, source.shape, group_size=target.group_size, where=source.name)
         if source.scheme == "mxfp4" and source.parts["weight_scale"].max(initial=0) == E8M0_NAN:
             raise not_finite(source.name, "a NaN scale (byte 255)")
+
+
+def recognized(sources: Sequence[Stored], target: Target) -> Sequence[Stored]:
+    """Plain modules all of whose values are those of MXFP4 groups, as MXFP4; the same modules where one is not.
+
+    So bfloat16 that was decoded from MXFP4 goes by table as its origin would, and is as exact. Weights that never were
+    MXFP4 are told by their first rows.
+    """
+    if target.scheme not in _EXACT_OF_MXFP4 or not all(source.scheme in _FLOATS for source in sources):
+        return sources
+    found = []
+    for source in sources:
+        parts = None if source.shape[1] % mxfp4.GROUP else _as_mxfp4(source)
+        if parts is None:
+            return sources
+        found.append(source._replace(scheme="mxfp4", parts=parts))
+    return found
+
+
+def _as_mxfp4(source: Stored) -> dict[str, NDArray] | None:
+    """The parts of MXFP4 that stand for exactly these values; None where there are none."""
+    rows, columns = source.shape
+    packed, scale = np.empty((rows, columns // 2), np.uint8), np.empty((rows, columns // mxfp4.GROUP), np.uint8)
+    weight, shifts, sums = np.ones(columns, np.float32), np.array((0,)), np.zeros(4)
+    for taken, tile in tiles(source):
+        for rows in (slice(0, FIRST_ROWS), slice(FIRST_ROWS, None)):  # mostly, the first few tell
+            made = packed[taken][rows], scale[taken][rows]
+            compiled.quantize_mxfp4(tile[rows], weight, shifts, E8M0, *made, sums)
+            if sums[2] != 0 or not math.isfinite(sums[0]):
+                return None
+    return {"weight_packed": packed, "weight_scale": scale}
+
+
+def settled(source: Stored) -> Stored:
+    """MXFP4 whose all-zero groups have a scale that is used elsewhere: theirs stands for nothing, but a byte far from the
+    others would push values of other groups out of what the target's scales can span."""
+    if source.scheme != "mxfp4":
+        return source
+    exponent = source.parts["weight_scale"]
+    least, most = int(exponent.min(initial=254)), int(exponent.max(initial=0))
+    if least >= LEAST_BYTE and most <= MOST_BYTE and most - least <= NARROW:
+        return source
+    words, flat = _groups(source)
+    peak = np.empty(flat.size, np.uint8)
+    compiled_mx.peaks(words, peak)
+    used = flat[peak > 0]
+    if used.size == flat.size:
+        return source
+    flat = np.where(peak > 0, flat, used.min() if used.size else np.uint8(127))
+    return source._replace(parts={**source.parts, "weight_scale": flat.reshape(exponent.shape)})
 
 
 def by_table(source: Stored, target: Target) -> bool:

@@ -44,6 +44,7 @@ def check_device(name: str) -> None:
 def convert_on(name: str, sources: Sequence[Stored], target: Target) -> list[Converted]:
     """As `convert.convert`, with the same parts to the bit; `name` is a torch device. Raises the same."""
     convert.check(sources, target)
+    sources = [convert.settled(source) for source in convert.recognized(sources, target)]
     if not all(_goes(source, target) for source in sources):
         return convert.convert(sources, target)
     device = torch.device(name)

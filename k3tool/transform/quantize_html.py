@@ -66,24 +66,15 @@ def _components(components: Mapping[str, Mapping[str, Any]]) -> str:
             f"{entry['tensors']:,}",
             f"{entry['exact_tensors']:,}",
             _error(entry["relative_error"]),
-            *([_error(entry["weighted_error"]) if "weighted_error" in entry else ""] if weighted else []),
+            *([_error(entry["weighted_error"]) if "weighted_error" in entry else ""] if weighted else ()),
             f"{entry['max_error']:.3g}",
             "" if entry.get("sqnr_db") is None else f"{entry['sqnr_db']:.1f} dB",
             "" if "cosine" not in entry else f"{entry['cosine']:.6f}",
         )
         for name, entry in components.items()
     ]
-    head = (
-        "component",
-        "scheme",
-        "tensors",
-        "exact",
-        "relative error",
-        "weighted error",
-        "max error",
-        "SQNR",
-        "cosine",
-    )
+    numbers = ("relative error", *(["weighted error"] if weighted else ()), "max error", "SQNR", "cosine")
+    head = ("component", "scheme", "tensors", "exact", *numbers)
     return _table(head, lines)
 
 

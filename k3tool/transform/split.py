@@ -236,8 +236,10 @@ class Splitter:
         CheckpointCorrupt where its shape is not what the configuration says."""
         if rule.axis is None or name.part == "weight_shape":
             return WHOLE
-        # bitsandbytes: `weight` is a column of bytes, its states are `weight.absmax` and so on
-        if name.part.startswith("weight.") or (name.part == "weight" and kind.dtype == "U8"):
+        # bitsandbytes: `weight` is one column of bytes, its states are `weight.absmax` and so on; ModelOpt's bytes
+        # (`weight` U8 [out, in / 2]) keep the rows and columns of the matrix and are cut like any other
+        column = name.part == "weight" and kind.dtype == "U8" and kind.shape[-1:] == (1,)
+        if name.part.startswith("weight.") or column:
             return WHOLE if tp == 1 else self._refuse_states(name, tp)
         if name.part == "A_log":
             return self._decay_cut(name, rule, kind, tp)

@@ -227,3 +227,29 @@ def test_everything_can_be_decoded_to_bfloat16(scheme: str) -> None:
     stored = formats.quantize(scheme, gaussian(*SHAPE))
     made = one(stored, scheme, "bf16")
     assert same_parts(made.parts, formats.quantize("bf16", formats.dequantize(scheme, stored, SHAPE)))
+
+
+@pytest.mark.parametrize("target", ["nvfp4", "nvfp4-modelopt", "int8", "fp8-block", "fp8-channel"])
+@pytest.mark.parametrize("storage", ["bf16", "f32"])
+def test_values_that_were_decoded_from_mxfp4_are_as_exact_as_their_origin(target: str, storage: str) -> None:
+    """And one value that no group of MXFP4 holds makes it an ordinary matrix."""
+    parts = mxfp4_random(*SHAPE, 110, 123)
+    source = formats.dequantize("mxfp4", parts, SHAPE)
+    plain = bf16_parts(source) if storage == "bf16" else {"weight": source}
+    made = one(plain, storage, target)
+    assert made.measured.exact and same_parts(made.parts, one(parts, "mxfp4", target).parts)
+    spoiled = source.copy()
+    spoiled[200, 7] = spoiled[200].max() * 1.03125
+    assert not one({"weight": spoiled}, "f32", target).measured.exact
+
+
+@pytest.mark.parametrize("target", EXACT)
+@pytest.mark.parametrize("byte", [0, 7, 60, 200, 253, 254])
+def test_whatever_the_scale_of_an_all_zero_group_says_nothing_is_lost(target: str, byte: int) -> None:
+    parts = mxfp4_random(*SHAPE, 110, 123)
+    parts["weight_packed"][5, 16:32] = 0x80
+    parts["weight_scale"][5, 1] = 110
+    source = formats.dequantize("mxfp4", parts, SHAPE)
+    parts["weight_scale"][5, 1] = byte
+    made = one(parts, "mxfp4", target)
+    assert made.measured.exact and np.array_equal(source, values_of(made, target))

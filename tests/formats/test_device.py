@@ -116,6 +116,7 @@ def test_rows_in_doubt_are_decided_by_the_compiled_kernel(
 
 def test_few_rows_are_in_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
+    monkeypatch.setattr(device.convert, "recognized", lambda sources, target: sources)  # compiled, and no decision
     for name in ("quantize_integer", "quantize_mxfp4", "quantize_nvfp4", "quantize_fp8"):
         monkeypatch.setattr(device.compiled, name, lambda *_: asked.append(1))
     values = np.random.default_rng(1).standard_normal(SHAPE).astype(np.float32)
