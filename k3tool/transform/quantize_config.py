@@ -163,6 +163,7 @@ def _pattern(module: str, layers: set[int | None] | None) -> str:
         spelt = rf"(?:block_sparse_moe|mlp)\.experts\.\d+\.{re.escape(matrix)}"
     else:
         spelt = re.escape(module).replace("block_sparse_moe", "(?:block_sparse_moe|mlp)")
+        spelt = re.sub(r"(?=f_[ab]_proj$)", r"(?:forget_gate\\.)?", spelt)  # where transformers keeps them
     if layers is None:
         return rf"re:(?:.*\.)?{spelt}$"
     numbers = "|".join(str(layer) for layer in sorted(layer for layer in layers if layer is not None))
@@ -274,13 +275,15 @@ def _bitsandbytes(
     groups: Mapping[Storage, Mapping[str, set[int | None]]], summary: Summary
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     quantized = {word for modules in groups.values() for module in modules for word in module.split(".")}
-    skipped = sorted(
-        {
-            next((word for word in module.split(".") if word not in quantized and word != "model"), module)
-            for module in summary
-            if not any(module in modules for modules in groups.values())
-        }
-    )
+    if "block_sparse_moe" in quantized:
+        quantized.add("mlp")  # transformers' name of both
+    words = {
+        next((word for word in module.split(".") if word not in quantized and word != "model"), module)
+        for module in summary
+        if not any(module in modules for modules in groups.values())
+    }
+    # transformers 4 looks for a word anywhere in a name; 5 takes it as the end of a name, or a pattern from its start
+    skipped = sorted({spelling for word in words for spelling in (word, rf".*\.{re.escape(word)}")})
     config = {
         "_load_in_4bit": True,
         "_load_in_8bit": False,

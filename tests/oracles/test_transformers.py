@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from k3tool.generate import Session
+from k3tool.quantize import quantize
 from k3tool.synthetic import write_checkpoint
 from tests.model.edit import edit_checkpoint
 
@@ -123,3 +124,59 @@ def test_transformers_agrees_on_kimi_linear(tmp_path):
         error = ((found.double() - wanted.double()).norm() / wanted.double().norm()).item()
         assert error < 1e-5  # float32 rounding in another order; measured 1e-6
         assert torch.equal(found.argmax(-1), wanted.argmax(-1))
+
+
+QUANTIZED = """
+import sys
+sys.modules["fla"] = None
+import torch
+from transformers import KimiLinearForCausalLM
+
+torch.set_num_threads(1)
+ids = torch.arange(1, 9)[None]
+
+
+def load(folder, dtype):
+    model, info = KimiLinearForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    found = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    weights = {}
+    for name, module in found.items():
+        if type(module).__name__ == "Linear4bit":  # before it runs: its CPU kernel packs the codes anew
+            import bitsandbytes.functional as functional
+            weights[name] = functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+    quantized = len(weights) + sum(hasattr(module, "quantization_scheme") for module in found.values())
+    with torch.no_grad():
+        model(ids)  # compressed-tensors decompresses what it runs
+    return {name: weights.get(name, module.weight) for name, module in found.items()}, quantized
+
+
+for kind, quantized, decoded in zip(*[iter(sys.argv[1:])] * 3):
+    dtype = torch.bfloat16 if kind == "nf4" else torch.float32
+    made, count = load(quantized, dtype)
+    expected, none = load(decoded, dtype)
+    assert made.keys() == expected.keys() and none == 0
+    for name, weight in expected.items():
+        assert torch.equal(made[name].bfloat16(), weight.bfloat16()), name  # as the decoded one is stored
+    print(kind, count)
+"""
+
+
+def test_transformers_loads_what_was_quantized(tmp_path):
+    """Shared experts as NF4, attention as FP8: every matrix has the values that k3tool decodes, none is left out."""
+    pytest.importorskip("accelerate")
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("compressed_tensors")
+    config = {**kimi_linear_config(), "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64}
+    write_checkpoint(tmp_path / "source", {**config, "head_dim": 64}, seed=9)
+    edit_checkpoint(tmp_path / "source", as_released)
+    arguments = []
+    for kind, component in (("nf4", "shared"), ("fp8-channel", "attention")):
+        made, decoded = tmp_path / kind, tmp_path / f"{kind} decoded"
+        quantize(tmp_path / "source", made, **{component: kind})
+        quantize(made, decoded, **{component: "bf16"})
+        arguments += [kind, str(made), str(decoded)]
+    done = subprocess.run([sys.executable, "-c", QUANTIZED, *arguments], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    # gate, up and down of five layers; projections of four KDA layers and two MLA layers
+    assert done.stdout.split() == ["nf4", "15", "fp8-channel", "44"]

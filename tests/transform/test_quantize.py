@@ -535,6 +535,7 @@ def test_bitsandbytes_alone_gets_its_own_section(mini: Path) -> None:
     assert held["quant_method"] == "bitsandbytes" and held["bnb_4bit_quant_type"] == "nf4"
     assert "self_attn" in held["llm_int8_skip_modules"] and "experts" in held["llm_int8_skip_modules"]
     assert not {"routed_expert_up_proj", "block_sparse_moe", "model", "layers"} & set(held["llm_int8_skip_modules"])
+    assert {r".*\.self_attn", r".*\.experts", r".*\.gate"} <= set(held["llm_int8_skip_modules"])
     assert "bitsandbytes" in section.readers and SECTION not in document
 
 
