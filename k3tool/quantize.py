@@ -34,12 +34,19 @@ from k3tool.transform.quantize import QuantizedForm, QuantizingResharder
 from k3tool.transform.quantize_card import CARD_NAME, MAX_CARD_BYTES, SOURCE_CARD_NAME, model_card
 from k3tool.transform.quantize_config import Section
 from k3tool.transform.quantize_html import html_page
-from k3tool.transform.quantize_policy import COMPONENTS, Policy, make_policy
+from k3tool.transform.quantize_policy import COMPONENTS, Policy, component_of_module, make_policy
 from k3tool.transform.quantize_report import REPORT_NAME, Row
 from k3tool.transform.reshard import Form, Resharder
 from k3tool.transform.split import Splitter
+from k3tool.units import format_bytes
 
 SCALES = ("search", "plain")
+_CALLED = {
+    "experts": "routed experts",
+    "latent": "projections into or out of a latent",
+    "shared": "shared experts",
+    "attention": "attention projections",
+}
 
 
 _FOUR_BIT = ("mxfp4", "nvfp4", "nvfp4-modelopt", "int4", "nf4", "fp4")
@@ -165,10 +172,35 @@ class PreparedQuantization:
         found = {
             (component_of(parse_name(path + ".weight")), c.scheme, c.choice.scheme) for path, c in changing.items()
         }
-        said = [text for applies, text in _HARMFUL if any(applies(*entry) for entry in sorted(found))]
+        said = [*self._idle(), *(text for applies, text in _HARMFUL if any(applies(*entry) for entry in sorted(found)))]
         assert self.change.section is not None
+        if changing and self.bytes_out > self.change.bytes_in:
+            said.append(
+                f"the result is larger than the source: {format_bytes(self.change.bytes_in)} become "
+                f"{format_bytes(self.bytes_out)}"
+            )
         said += self.change.section.warnings
         return said + ([f"readable by {self.readers}"] if self.change.section.others else [])
+
+    def _idle(self) -> list[str]:
+        """Options and rules that change nothing: asked for, and without effect on this checkpoint."""
+        assert self.change.quantized is not None
+        policy, changing = self.change.policy, self.change.quantized.changing
+        if not changing:
+            size = format_bytes(self.bytes_out)
+            return [f"nothing changes: this writes a plain copy of {size}, divided as the layout says"]
+        names = [name for name in (parse_name(f"{path}.weight") for path in changing) if name is not None]
+        reached = {component_of_module(name) for name in names if not policy.ruled(name)}
+        said = [
+            f"--{component} {choice.scheme} changes nothing: this checkpoint has no {_CALLED[component]} that are "
+            f"stored otherwise"
+            for component, choice in policy.components.items()
+            if choice.scheme != "keep" and component not in reached
+        ]
+        for rule in policy.rules:
+            if rule.choice.scheme != "keep" and not any(rule.covers(name.module_path, name) for name in names):
+                said.append(f"rule {rule.match!r} of the recipe changes nothing: what it covers stays as it is stored")
+        return said
 
     def as_json(self) -> dict[str, Any]:
         """What `--dry-run` shows."""
@@ -186,6 +218,7 @@ class PreparedQuantization:
             "bytes_out": self.bytes_out,
             "components": planned,
             "readers": self.readers,
+            "warnings": self.warnings,
             "step_memory_bytes": self.prepared.plan.step_bytes,
         }
 
@@ -213,6 +246,7 @@ class QuantizeResult:
             "bytes_out": self.job.bytes_out,
             "components": self.components,
             "readers": self.job.readers,
+            "warnings": self.job.warnings,
             "layout": prepared.layout.as_json(),
             "form": prepared.request.form,
             "ranks": prepared.ranks_json(self.report.files),

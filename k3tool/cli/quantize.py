@@ -21,7 +21,7 @@ from k3tool.cli.options import (
 )
 from k3tool.cli.output import Output, clean, table
 from k3tool.errors import UsageError
-from k3tool.units import format_bytes, format_duration, parse_ranges, parse_size
+from k3tool.units import format_bytes, format_duration, parse_ranges, parse_size, plural
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,15 +40,15 @@ def command(
     shared: Annotated[str | None, typer.Option("--shared", metavar=Scheme, help="Shared experts.")] = None,
     attention: Annotated[str | None, typer.Option("--attention", metavar=Scheme, help="Projections of KDA and MLA.")] = None,
     recipe: Annotated[Path | None, typer.Option("--recipe", metavar="FILE.toml", help="Schemes by component, and rules by module name (re:PATTERN) and layer.")] = None,
-    scales: Annotated[str, typer.Option("--scales", metavar="search|plain", help="Scales by least squares, or by the largest magnitude alone.")] = "search",
+    scales: Annotated[str | None, typer.Option("--scales", metavar="search|plain", help="Scales by least squares (the default), or by the largest magnitude alone.")] = None,
     activations: Annotated[Path | None, typer.Option("--activations", metavar="FILE", help="Weight errors by what k3tool run --save-activations FILE recorded.")] = None,
     calibrated: Annotated[bool, typer.Option("--calibrated", help="Compensate errors of --latent (GPTQ); needs --activations with --gram.")] = False,
     exact: Annotated[bool, typer.Option("--exact", help="Fail rather than change a value.")] = False,
     max_rel_error: Annotated[float | None, typer.Option("--max-rel-error", metavar="X", min=0.0, help="Fail where a component's relative error is larger.")] = None,
     report: Annotated[Path | None, typer.Option("--report", metavar="FILE.html", help="The errors as a page of its own.")] = None,
     output_format: Annotated[str, typer.Option("--format", metavar="safetensors|gguf", help="gguf: the text model for llama.cpp.")] = "safetensors",
-    trunk: Annotated[str, typer.Option("--trunk", metavar="TYPE", help="With --format gguf: bf16, f16, f32 or q8_0 for what is not an expert (--experts: keep, bf16, f16, f32, q8_0).")] = "bf16",
-    vocabulary: Annotated[str, typer.Option("--vocabulary", metavar="auto|none|ids", help="With --format gguf: tokens of the source, none, or their numbers.")] = "auto",
+    trunk: Annotated[str | None, typer.Option("--trunk", metavar="TYPE", help="With --format gguf: bf16 (the default), f16, f32 or q8_0 for what is not an expert (--experts: keep, bf16, f16, f32, q8_0).")] = None,
+    vocabulary: Annotated[str | None, typer.Option("--vocabulary", metavar="auto|none|ids", help="With --format gguf: tokens of the source (auto, the default), none, or their numbers.")] = None,
     device: Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda", help="Where the arithmetic runs; the result is the same. auto: the CPU.")] = "auto",
     gpus: Annotated[int | None, typer.Option("--gpus", metavar="N", min=1, help="Reshard in the same pass: ranks in all, TP x EP x PP.")] = None,
     tp: Annotated[int | None, typer.Option("--tp", metavar="N", min=1, help="Tensor parallel ranks.")] = None,
@@ -90,26 +90,25 @@ def command(
         if output_format == "gguf":
             named = {"--latent": latent, "--shared": shared, "--attention": attention, "--recipe": recipe,
                      "--gpus": gpus, "--tp": tp, "--ep": ep, "--pp": pp, "--layout": layout, "--rank": rank,
-                     "--activations": activations, "--calibrated": calibrated or None,
+                     "--activations": activations, "--calibrated": calibrated or None, "--scales": scales,
                      "--device cuda": True if device == "cuda" else None}  # fmt: skip
             _refuse(named, "--format gguf", "experts are chosen with --experts, all else with --trunk")
             _refuse(
                 {"--max-rel-error": max_rel_error, "--report": report},
-                "--format gguf: no index holds its files back once they are written",
+                "--format gguf",
                 "--exact stops before the first changed value; errors are printed, and kept in k3tool-gguf.json",
             )
             from k3tool.gguf.write import DEFAULT_FILE_BYTES, GgufOptions
 
             size = parse_size(max_shard_size) if max_shard_size else DEFAULT_FILE_BYTES
-            asked = GgufOptions(trunk, experts or "keep", size, vocabulary, exact=exact)
+            asked = GgufOptions(trunk or "bf16", experts or "keep", size, vocabulary or "auto", exact=exact)
             _gguf(output, source, dest, asked, dry_run, verify, options)
             return
         if output_format != "safetensors":
             raise UsageError(f"unknown format {output_format!r}", hint="write --format safetensors or --format gguf")
-        if trunk != "bf16" or vocabulary != "auto":
-            raise UsageError(
-                "--trunk and --vocabulary go with --format gguf", hint="add --format gguf, or leave them out"
-            )
+        _refuse(
+            {"--trunk": trunk, "--vocabulary": vocabulary}, "--format safetensors", "add --format gguf, or leave it out"
+        )
         from k3tool.quantize import carry_out, default_shard_bytes, opened_source, prepare
         from k3tool.reshard import Request
         from k3tool.transform.quantize_policy import make_policy
@@ -124,7 +123,7 @@ def command(
                 parse_ranges(rank, what="ranks") if rank is not None else None,
                 parse_size(max_shard_size) if max_shard_size else default_shard_bytes(opened),
             )  # fmt: skip
-            job = prepare(opened, policy, request=request, scales=scales, exact=exact, activations=activations,
+            job = prepare(opened, policy, request=request, scales=scales or "search", exact=exact, activations=activations,
                           calibrated=calibrated, device="cuda" if device == "cuda" else None)  # fmt: skip
             for warning in job.warnings:
                 output.progress.warn(warning)
@@ -188,6 +187,13 @@ def _show_gguf_plan(console: Console, document: dict[str, Any], dest: str) -> No
         f"{format_bytes(document['bytes_in'])} in, {format_bytes(document['bytes_out'])} out to {clean(dest)}",
         markup=False,
     )
+    _show_left_out(console, document)
+
+
+def _show_left_out(console: Console, document: dict[str, Any]) -> None:
+    for component, held in document.get("left_out", {}).items():
+        text = f"left out: {component}, {held['tensors']:,} tensors, {format_bytes(held['bytes'])}"
+        console.print(f"{text} (llama.cpp's file holds the text model)", markup=False)
 
 
 def _error(value: float | None) -> str:
@@ -227,7 +233,8 @@ def _show(console: Console, document: dict[str, Any], dest: str) -> None:
     for name, item in document["components"].items():
         if item["worst"]:
             console.print(f"worst of {name}: {clean(str(item['worst'][0]))}", markup=False)
-    kept = f", {document['files_kept']} files kept from before" if document["files_kept"] else ""
+    _show_left_out(console, document)
+    kept = f", {plural(document['files_kept'], 'file')} kept from before" if document["files_kept"] else ""
     console.print(
         f"{clean(dest)}: {format_bytes(document['bytes_in'])} became {format_bytes(document['bytes_out'])}{kept} in "
         f"{format_duration(document['seconds'])}, peak memory {format_bytes(document['peak_memory_bytes'])}",

@@ -92,3 +92,12 @@ def quantize_q8_0(values: Any, steps: Any, codes: Any) -> int:
 
 
 __all__ = ["quantize_q8_0", "repack"]
+
+
+@_compile
+def not_finite(bits: Any, exponent: Any) -> int:
+    """How many of `bits` (unsigned, one number each) have every bit of the mask `exponent` set: NaN and infinities."""
+    found = 0
+    for i in range(bits.size):
+        found += (bits[i] & exponent) == exponent
+    return found

@@ -57,12 +57,12 @@ class Types(NamedTuple):
     exact: bool = False
 
 
-def gguf_tensors(config: K3Config, table: TensorTable, types: Types) -> list[GgufTensor]:
-    """Every tensor of the file, in its order. Raises CheckpointMissing, CheckpointCorrupt, UnsupportedError."""
+def gguf_tensors(config: K3Config, table: TensorTable, types: Types) -> tuple[list[GgufTensor], list[str]]:
+    """Every tensor of the file, in its order, and the names of the source that are left out: the vision tower. Raises CheckpointMissing, CheckpointCorrupt, UnsupportedError."""
     mapping = _Mapping(config, table, types)
     tensors = list(mapping.tensors())
     mapping.refuse_unused()
-    return tensors
+    return tensors, list(mapping.left_out())
 
 
 class _Mapping:
@@ -178,12 +178,15 @@ class _Mapping:
             f"{self.table.source.label} holds no tensor {name}", hint="k3tool verify lists what is absent", tensor=name
         )
 
+    def left_out(self) -> Iterator[str]:
+        """Names of the source that the mapping did not ask for."""
+        if len(self.used) != len(self.table):
+            yield from (name for name in self.table if name not in self.used)
+
     def refuse_unused(self) -> None:
         """What the mapping does not ask for would be lost in silence; only the vision tower is left out on purpose."""
-        if len(self.used) == len(self.table):
-            return
-        for name in self.table:
-            if name not in self.used and component_of(parse_name(name)) != "vision":
+        for name in self.left_out():
+            if component_of(parse_name(name)) != "vision":
                 raise UnsupportedError(
                     f"tensor {name} has no place in llama.cpp's architecture kimi-k3",
                     hint="k3tool inspect lists what the configuration does not imply",
@@ -214,8 +217,6 @@ class _Mapping:
     def _converted(self, info: TensorInfo, name: str, shape: tuple[int, ...], found: Kind) -> GgufTensor:
         """A whole tensor, its rows in the order of the source."""
         component = component_of(parse_name(name))
-        if found.dtype == info.kind.name:
-            return GgufTensor(info, component, (Copy(_bytes(info.name, info.nbytes), (whole(name, *found),)),))
         columns = shape[-1]
         rows = count(shape) // columns
         recode = self._recode(name, component, found.dtype, info.kind, columns)

@@ -6,6 +6,7 @@ One pass over the source in bounded memory: every output tensor is a row of smal
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,7 @@ from k3tool.gguf.mapping import GgufTensor, Types, gguf_tensors
 from k3tool.gguf.metadata import check_supported, model_keys
 from k3tool.gguf.report import REPORT_NAME, Changes, components, earlier_report, merge, report_file, summarize
 from k3tool.gguf.vocabulary import chat_template, no_keys, number_keys, tokenizer_keys
+from k3tool.names import component_of, parse_name
 from k3tool.plan import Copy, Plan, Step, TensorOut, Zeros, file_job, pack
 from k3tool.quantize import read_back
 from k3tool.tokenizer import find_tokenizer
@@ -37,6 +39,7 @@ TRUNK_TYPES = ("bf16", "f16", "f32", "q8_0")
 EXPERT_TYPES = ("keep", "mxfp4", "bf16", "f16", "f32", "q8_0")
 VOCABULARIES = ("auto", "none", "ids")
 DEFAULT_FILE_BYTES = 20_000_000_000  # a layer of the release is 16.6 GB
+MAX_STEM_BYTES = 150
 MAX_FILES = 99_999
 _LEGAL_FILES = re.compile(r"(LICENSE|THIRD.?PARTY|NOTICE)[\w.-]*", re.IGNORECASE | re.ASCII)
 
@@ -73,13 +76,15 @@ class GgufOptions:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A job ready to run. files: per output file its tensors. warnings: what the user should know before."""
+    """A job ready to run. files: per output file its tensors. warnings: what the user should know before.
+    left_out: tensors of the source that have no place in the file, with their bytes, by component."""
 
     plan: Plan
     table: TensorTable
     tensors: list[GgufTensor]
     files: list[list[GgufTensor]]
     warnings: list[str]
+    left_out: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """What a dry run shows."""
@@ -92,6 +97,7 @@ class Prepared:
             "bytes_in": self.plan.read_bytes,
             "bytes_out": self.plan.write_bytes,
             "step_memory_bytes": self.plan.step_bytes,
+            "left_out": self.left_out,
             "warnings": self.warnings,
         }
 
@@ -168,7 +174,7 @@ def prepare(source: str | Path | Source, options: GgufOptions) -> Prepared:
     check_supported(config)
     with collector_paused():
         table = TensorTable.of(checkpoint)
-        tensors = gguf_tensors(config, table, options.types)
+        tensors, left = gguf_tensors(config, table, options.types)
     name = options.name or model_name(checkpoint.source.label)
     vocabulary, warnings = _vocabulary(config, checkpoint.source, options)
     warnings += _kept_wide(tensors, options)
@@ -195,7 +201,18 @@ def prepare(source: str | Path | Source, options: GgufOptions) -> Prepared:
         "heads": hashlib.sha256(b"".join(heads)).hexdigest(),
         **source_identity(checkpoint.source, table.digest()),
     }
-    return Prepared(Plan(command, tuple(jobs), description), table, tensors, files, warnings)
+    plan = Plan(command, tuple(jobs), description)
+    return Prepared(plan, table, tensors, files, warnings, _left_out(table, left))
+
+
+def _left_out(table: TensorTable, names: Sequence[str]) -> dict[str, dict[str, int]]:
+    """Component to how many of its tensors llama.cpp's file does not hold, and their bytes."""
+    found: dict[str, dict[str, int]] = {}
+    for name in names:
+        entry = found.setdefault(component_of(parse_name(name)), {"tensors": 0, "bytes": 0})
+        entry["tensors"] += 1
+        entry["bytes"] += table.locate(name).spec.nbytes
+    return found
 
 
 def carry_out(prepared: Prepared, dest: str | Path, *, options: Options, verify: bool = False) -> GgufResult:
@@ -211,7 +228,7 @@ def carry_out(prepared: Prepared, dest: str | Path, *, options: Options, verify:
                 yield SmallFile(name, source.read(name))
         yield SmallFile(REPORT_NAME, report_file(plan.id, result.changes))
 
-    revision = getattr(source, "revision", None)
+    revision = getattr(source, "commit", None)
     options = replace(options, summarize=summarize)
     result.report = execute(plan, prepared.table, dest, closing=closing, options=options, revision=revision)
     if verify and result.report.complete:
@@ -271,12 +288,19 @@ def _head(keys: list[tuple[str, Value]], held: list[GgufTensor], number: int, fi
 
 
 def model_name(label: str) -> str:
-    """The last part of a folder or repository name, without a revision."""
+    """The last part of a folder (`.` is the folder's own name) or of a repository's name, without a revision."""
+    if Path(label).is_dir():
+        return Path(os.path.realpath(label)).name or "model"
     return label.rstrip("/").rpartition("/")[2].partition("@")[0] or "model"
 
 
 def _file_stem(name: str, experts: GgmlType, options: GgufOptions) -> str:
-    plain = re.sub(r"[^\w.-]+", "-", name, flags=re.ASCII).strip("-.")[:100] or "model"
+    """The model's name in letters of any script, then the types. A name that had to be changed to be a file's gets a mark
+    of the original, so that two models never share one."""
+    plain = re.sub(r"[^\w.+-]+", "-", name).strip("-.")
+    plain = plain.encode()[:MAX_STEM_BYTES].decode(errors="ignore")
+    if plain != name:
+        plain = "-".join(filter(None, (plain, hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:8])))
     kinds = dict.fromkeys((experts.name, options.trunk.upper()))
     return "-".join([plain, *kinds])
 

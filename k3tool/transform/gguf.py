@@ -20,6 +20,8 @@ from k3tool.gguf import blocks
 from k3tool.transform.base import Applied
 
 GROUP = blocks.GROUP
+EXPONENTS = {"BF16": np.uint16(0x7F80), "F16": np.uint16(0x7C00), "F32": np.uint32(0x7F800000)}
+"""The bits of the exponent: all are set in NaN and infinities alone."""
 MXFP4_SOURCE = "MXFP4"
 """Stands for the pair (weight_packed, weight_scale) where a dtype is asked for."""
 
@@ -86,6 +88,7 @@ class Recode:
 
     def apply(self, inputs: Sequence[Any]) -> Applied:
         if self.source == self.target:  # bits are only moved
+            self._check_bits(inputs[0])
             return Applied((np.ascontiguousarray(self._turned(inputs[0].view(NUMPY_DTYPES[self.source]))),))
         values = self._turned(self._values(inputs))
         if not np.isfinite(values).all():
@@ -97,6 +100,13 @@ class Recode:
         if self.exact and not sums.exact:
             raise self._refuse(f"{self.source} to {self.target} changes values (--exact)", CheckFailed)
         return Applied((stored,), Rounded(self.component, self.tensor, sums.as_json()))
+
+    def _check_bits(self, raw: NDArray[np.uint8]) -> None:
+        from k3tool.gguf import compiled
+
+        mask = EXPONENTS[self.source]
+        if compiled.not_finite(raw.reshape(-1).view(mask.dtype), mask):
+            raise self._refuse("holds values that are not finite", CheckpointCorrupt)
 
     def _values(self, inputs: Sequence[Any]) -> NDArray[np.float32]:
         if self.source == MXFP4_SOURCE:

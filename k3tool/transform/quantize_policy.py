@@ -68,12 +68,16 @@ class Policy:
 
     def choice(self, name: TensorName) -> Choice:
         """For the module that owns a tensor."""
-        path = name.module_path
-        for rule in reversed(self.rules):
-            if rule.covers(path, name):
-                return rule.choice
+        rule = self.ruled(name)
+        if rule is not None:
+            return rule.choice
         component = component_of_module(name)
         return self.components.get(component, Choice()) if component else Choice()
+
+    def ruled(self, name: TensorName) -> Rule | None:
+        """The rule that decides over a module, if one does: the last that covers it."""
+        path = name.module_path
+        return next((rule for rule in reversed(self.rules) if rule.covers(path, name)), None)
 
     def as_json(self) -> dict[str, Any]:
         """What the identity of a job is made of, and the report shows."""

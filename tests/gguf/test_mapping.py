@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -46,7 +45,7 @@ class Table:
 
 
 def mapped(config: K3Config, table: Table, types: Types | None = None) -> dict[str, GgufTensor]:
-    tensors: Any = gguf_tensors(config, table, types or Types(BF16, None))  # type: ignore[arg-type]
+    tensors, _ = gguf_tensors(config, table, types or Types(BF16, None))  # type: ignore[arg-type]
     named = {tensor.info.name: tensor for tensor in tensors}
     assert len(named) == len(tensors)
     return named

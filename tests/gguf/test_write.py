@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,10 +19,12 @@ import torch
 from safetensors.torch import load_file
 
 from k3tool.checkpoint.manifest import load_manifest
+from k3tool.checkpoint.reader import Checkpoint
 from k3tool.errors import CapacityError, CheckFailed, CheckpointCorrupt, UnsupportedError, UsageError
 from k3tool.execute import Part
 from k3tool.gguf import write_gguf
-from k3tool.gguf.write import GgufOptions, model_name, prepare
+from k3tool.gguf.container import BF16
+from k3tool.gguf.write import GgufOptions, _file_stem, model_name, prepare
 from k3tool.hub import HubSource
 from k3tool.standin import serve
 from k3tool.synthetic import tiny_config, write_checkpoint
@@ -210,7 +213,7 @@ def test_split_files_hold_the_same_tensors(mini, tmp_path, written):
 
 def test_one_file_has_no_split_keys(mini, tmp_path):
     write_gguf(mini, tmp_path / "x", name="Kimi K3/tiny", vocabulary="none")
-    read = Read(tmp_path / "x" / "Kimi-K3-tiny-MXFP4-BF16.gguf")
+    read = Read(next((tmp_path / "x").glob("Kimi-K3-tiny-*-MXFP4-BF16.gguf")))
     assert not any(name.startswith("split.") for name in read.keys)
     assert read.keys["general.name"] == "Kimi K3/tiny" and read.keys["tokenizer.ggml.model"] == "none"
     assert read.keys["kimi-k3.vocab_size"] == 256 and "tokenizer.ggml.tokens" not in read.keys
@@ -227,7 +230,14 @@ def test_a_source_with_a_tokenizer(tmp_path):
     assert not result.prepared.warnings
 
 
-def test_names_of_models():
+def test_names_of_models(tmp_path, monkeypatch):
+    (tmp_path / "模型 A").mkdir()
+    monkeypatch.chdir(tmp_path / "模型 A")
+    assert model_name(".") == "模型 A"
+    stems = [_file_stem(name, BF16, GgufOptions()) for name in ("模型", "Kimi-K3", "Kimi K3", "Kimi+K3", "!!!", "???")]
+    assert stems[:2] == ["模型-BF16", "Kimi-K3-BF16"] and len(set(stems)) == 6
+    assert all(re.fullmatch(r"[\w.+-]+", stem) for stem in stems)
+    assert len(_file_stem("模" * 300, BF16, GgufOptions()).encode()) < 200
     assert model_name("/data/Kimi-K3/") == "Kimi-K3" and model_name("moonshotai/Kimi-K3@main") == "Kimi-K3"
 
 
@@ -458,7 +468,8 @@ def test_the_command_in_all_its_forms(mini, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--trunk", "q8_0"], "--trunk and --vocabulary go with --format gguf"),
+        (["--trunk", "q8_0"], "--trunk does not go with --format safetensors"),
+        (["--format", "gguf", "--scales", "search"], "--scales does not go with --format gguf"),
         (["--format", "gguf", "--latent", "int8"], "--latent does not go with --format gguf"),
         (["--format", "gguf", "--gpus", "2"], "--gpus does not go with --format gguf"),
         (["--format", "gguf", "--experts", "int4"], "GGUF knows no expert type 'int4'"),
@@ -506,3 +517,22 @@ def test_a_repository_gives_the_same_files(mini, tmp_path):
     assert result.as_json()["complete"]
     manifest = load_manifest(tmp_path / "x")
     assert manifest is not None and manifest.source == "some/k3-mini-8"
+
+
+def test_what_llama_cpp_has_no_place_for_is_said(mini, tmp_path, capsys):
+    ran = k3tool(capsys, "quantize", mini, tmp_path / "x", "--format", "gguf", "--json")
+    held = ran.json["left_out"]["vision"]
+    assert held["tensors"] > 0 and held["bytes"] > 0
+    assert "left out: vision" in k3tool(capsys, "quantize", mini, tmp_path / "x", "--format", "gguf").out
+
+
+@pytest.mark.parametrize("bits", [0x7F80, 0x7FC0, 0xFF80])
+def test_a_trunk_that_is_not_finite_is_refused_where_its_bits_are_only_moved(mini, tmp_path, bits):
+    copy_checkpoint(mini, tmp_path / "source")
+    name = "language_model.model.layers.1.self_attn.q_proj.weight"
+    place = Checkpoint.open(tmp_path / "source").locate(name)
+    with open(tmp_path / "source" / place.shard, "r+b") as file:
+        file.seek(place.offset + 6)
+        file.write(bits.to_bytes(2, "little"))
+    with pytest.raises(CheckpointCorrupt, match=r"q_proj\.weight: holds values that are not finite"):
+        write_gguf(tmp_path / "source", tmp_path / "x")

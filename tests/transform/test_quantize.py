@@ -364,6 +364,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (Request(gpus=4, tp=2, ep=2), "int8"),
         (Request(gpus=2, tp=2), "fp8-channel"),
         (Request(gpus=2, tp=2), "int4"),
+        (Request(gpus=2, tp=2), "nvfp4-modelopt"),
         (Request(gpus=2, tp=2), "attention"),
     ],
 )
@@ -611,3 +612,22 @@ def test_the_card_says_what_was_done_and_keeps_licence_and_card_of_the_source(mi
     assert (tmp_path / "made" / "LICENSE").read_text() == "terms"
     manifest = json.loads((tmp_path / "made" / "k3tool-manifest.json").read_bytes())
     assert {"README.md", "README.source.md", "LICENSE", "k3tool-quantization.json"} <= manifest["files"].keys()
+
+
+def test_what_changes_nothing_or_grows_is_said(mini: Path, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "flat", tiny_config(num_layers=4, latent_size=None))
+    said = prepare(tmp_path / "flat", policy(experts="nvfp4", latent="int8")).warnings
+    assert [text for text in said if text.startswith("--latent int8 changes nothing")]
+    assert [text for text in prepare(mini, policy()).warnings if text.startswith("nothing changes")]
+    idle = Policy({"experts": Choice("nvfp4")}, (Rule(r"re:.*layernorm", Choice("int8")),))
+    assert [text for text in prepare(mini, idle).warnings if "'re:.*layernorm' of the recipe changes nothing" in text]
+    grown = prepare(mini, policy(experts="int8"))
+    assert [text for text in grown.warnings if text.startswith("the result is larger")]
+    assert not prepare(mini, policy(experts="nvfp4", latent="int8")).warnings
+
+
+def test_every_row_of_the_page_has_a_cell_for_each_head(mini: Path, tmp_path: Path) -> None:
+    quantize(mini, tmp_path / "out", shared="int4").write_html(tmp_path / "r.html")
+    first = (tmp_path / "r.html").read_text().partition("<table>")[2].partition("</table>")[0]
+    rows = first.split("<tr>")[1:]
+    assert rows[0].count("<th>") == 8 and {row.count("<td>") for row in rows[1:]} == {8}
