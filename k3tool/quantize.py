@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,38 +34,14 @@ from k3tool.transform.quantize import QuantizedForm, QuantizingResharder
 from k3tool.transform.quantize_card import CARD_NAME, MAX_CARD_BYTES, SOURCE_CARD_NAME, model_card
 from k3tool.transform.quantize_config import Section
 from k3tool.transform.quantize_html import html_page
-from k3tool.transform.quantize_policy import COMPONENTS, Policy, component_of_module, make_policy
+from k3tool.transform.quantize_policy import COMPONENTS, Policy, make_policy
 from k3tool.transform.quantize_report import REPORT_NAME, Row
+from k3tool.transform.quantize_warnings import harmful, idle
 from k3tool.transform.reshard import Form, Resharder
 from k3tool.transform.split import Splitter
 from k3tool.units import format_bytes
 
 SCALES = ("search", "plain")
-_CALLED = {
-    "experts": "routed experts",
-    "latent": "projections into or out of a latent",
-    "shared": "shared experts",
-    "attention": "attention projections",
-}
-
-
-_FOUR_BIT = ("mxfp4", "nvfp4", "nvfp4-modelopt", "int4", "nf4", "fp4")
-_HARMFUL: tuple[tuple[Callable[[str, str, str], bool], str], ...] = (
-    (
-        lambda component, before, after: component == "vision" and after in _FOUR_BIT,
-        "vision at 4 bits: 17.9% weight error on wqkv and 12.6% on the position grid were measured (WASTE, K3.md); "
-        "bf16 or 8 bits are safe",
-    ),
-    (
-        lambda component, before, after: component in ("kda", "mla", "dense_mlp") and after in _FOUR_BIT,
-        "attention or dense MLP at 4 bits: the release was trained for 4 bits in the experts only, and a 3-bit trunk "
-        "moved logits by 36% (WASTE, K3.md); compare logits before you rely on it",
-    ),
-    (
-        lambda component, before, after: before == "mxfp4" and after in ("int4", "nf4", "fp4"),
-        "experts out of MXFP4 into another 4-bit grid lose values that they have; nvfp4 and int8 hold them exactly",
-    ),
-)
 
 
 @dataclass
@@ -169,10 +145,7 @@ class PreparedQuantization:
         """What the user should know before: schemes that others found harmful, a result that no engine reads."""
         assert self.change.quantized is not None
         changing = self.change.quantized.changing
-        found = {
-            (component_of(parse_name(path + ".weight")), c.scheme, c.choice.scheme) for path, c in changing.items()
-        }
-        said = [*self._idle(), *(text for applies, text in _HARMFUL if any(applies(*entry) for entry in sorted(found)))]
+        said = [*idle(self.change.policy, changing, self.bytes_out), *harmful(changing)]
         assert self.change.section is not None
         if changing and self.bytes_out > self.change.bytes_in:
             said.append(
@@ -181,26 +154,6 @@ class PreparedQuantization:
             )
         said += self.change.section.warnings
         return said + ([f"readable by {self.readers}"] if self.change.section.others else [])
-
-    def _idle(self) -> list[str]:
-        """Options and rules that change nothing: asked for, and without effect on this checkpoint."""
-        assert self.change.quantized is not None
-        policy, changing = self.change.policy, self.change.quantized.changing
-        if not changing:
-            size = format_bytes(self.bytes_out)
-            return [f"nothing changes: this writes a plain copy of {size}, divided as the layout says"]
-        names = [name for name in (parse_name(f"{path}.weight") for path in changing) if name is not None]
-        reached = {component_of_module(name) for name in names if not policy.ruled(name)}
-        said = [
-            f"--{component} {choice.scheme} changes nothing: this checkpoint has no {_CALLED[component]} that are "
-            f"stored otherwise"
-            for component, choice in policy.components.items()
-            if choice.scheme != "keep" and component not in reached
-        ]
-        for rule in policy.rules:
-            if rule.choice.scheme != "keep" and not any(rule.covers(name.module_path, name) for name in names):
-                said.append(f"rule {rule.match!r} of the recipe changes nothing: what it covers stays as it is stored")
-        return said
 
     def as_json(self) -> dict[str, Any]:
         """What `--dry-run` shows."""
