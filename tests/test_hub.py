@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import http.client
+import itertools
 import random
 import shutil
 import ssl
@@ -328,10 +329,22 @@ def test_progress_forgives_but_a_few_bytes_do_not(clock: FakeClock):
 
 def test_failures_in_a_row_are_told_as_they_double(clock: FakeClock):
     told: list[str] = []
-    retry = Retry(RetryPolicy(), clock, job_began=-7200.0, tell=told.append)
+    retry = Retry(RetryPolicy(longest_s=2.0), clock, job_began=-7200.0, tell=told.append)
     for _ in range(8):
         retry.failed(Transient("no answer"), "file list of org/name")
-    assert len(told) == 2 and told[0].startswith("file list of org/name: no answer, 4 times in a row; trying for ")
+    assert len(told) == 2 and told[0].startswith("file list of org/name: no answer, 4 times in a row; again in ")
+
+
+def test_no_wait_is_without_a_word_for_long(clock: FakeClock):
+    words: list[float] = []
+    retry = Retry(RetryPolicy(), clock, job_began=-7200.0, tell=lambda _: words.append(clock.now()))
+    for _ in range(40):
+        retry.failed(Transient("no answer"), "x")
+    assert all(after - before < 45 for before, after in itertools.pairwise([0.0, *words]))
+    words.clear()
+    retry = Retry(RetryPolicy(), clock, job_began=-7200.0, tell=lambda _: words.append(clock.now()))
+    retry.failed(Transient("HTTP 429", retry_after_s=300), "x")
+    assert len(words) == 1
 
 
 def test_a_limited_failure_ends_early(clock: FakeClock):

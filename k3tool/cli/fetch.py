@@ -67,15 +67,15 @@ def command(
     A killed or interrupted fetch goes on where it was when the same command is run again. Finished files are compared
     with the digests that the Hub publishes, and for the release with the built-in ones.
     """
-    from k3tool.checkpoint.address import NAMED, parse_repository
+    from k3tool.checkpoint.address import NAMED, Address, parse_repository
     from k3tool.fetch import fetch
     from k3tool.fetch.local import local_folder
     from k3tool.hub import RetryPolicy
 
     with Output("fetch", json=json, quiet=quiet) as output:
         here = local_folder(repo)
-        address = parse_repository(repo)
-        if here is None and address is None:
+        address = parse_repository(repo) if here is None else Address(repo, None)
+        if address is None:
             raise UsageError(f"not a repository name: {repo}", hint=NAMED)
         if revision and address.revision and revision != address.revision:
             raise UsageError(
@@ -83,9 +83,9 @@ def command(
                 hint=f"leave out one of {revision}, {address.revision}",
             )
         result = fetch(
-            address.repo if here is None and address is not None else repo,
+            address.repo,
             local_dir,
-            revision=revision or (address.revision if here is None and address is not None else None),
+            revision=revision or address.revision,
             include=include or (),
             exclude=exclude or (),
             layers=layers,

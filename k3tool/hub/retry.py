@@ -18,6 +18,7 @@ from k3tool.units import format_duration
 
 PROGRESS_BYTES = 1 << 14
 TELL_FROM = 4  # failures in a row: the first are common and soon over; then each time they have doubled
+QUIET_S = 40.0  # no wait is longer than this without a word
 RESUME_HINT = "run the same command again: it goes on from what is on disk"
 
 
@@ -108,6 +109,7 @@ class Retry:
     failing_since: float = 0.0
     tell: Callable[[str], object] = lambda _: None
     _progress: int = 0
+    _told: float = 0.0
     _random: random.Random = field(default_factory=random.Random)
 
     def progressed(self, count: int) -> None:
@@ -138,9 +140,14 @@ class Retry:
                 hint=error.hint or RESUME_HINT,
                 attempts=self.failures,
             )
-        if self.failures >= TELL_FROM and self.failures & (self.failures - 1) == 0:
+        if self.failures == 1:
+            self._told = now
+        doubled = self.failures >= TELL_FROM and self.failures & (self.failures - 1) == 0
+        if doubled or now + pause - self._told > QUIET_S:
+            self._told = now
             left = format_duration(max(pause, patience - failing_s))
-            self.tell(f"{what}: {error.reason}, {self.failures} times in a row; trying for {left} more")
+            often = f", {self.failures} times in a row" if self.failures > 1 else ""
+            self.tell(f"{what}: {error.reason}{often}; again in {format_duration(pause)}, trying for {left} more")
         if self.clock.sleep(pause):
             raise Stopped
 

@@ -198,7 +198,7 @@ def test_what_comes_next_works(hub: StandIn, checkpoint: Path, tmp_path: Path, c
     assert k3tool(capsys, *last_command(ran.out)).code == 0  # all is there: it is verify
 
 
-@pytest.mark.parametrize("name", ["notarepo", "a/b/c", "https://example.org/org/mini", "hf://mini", "./repository"])
+@pytest.mark.parametrize("name", ["notarepo", "a/b/c", "https://example.org/org/mini", "hf://mini"])
 def test_what_is_no_repository_is_refused_at_once(hub: StandIn, tmp_path: Path, capsys, name: str):
     ran = k3tool(capsys, "fetch", name, "--local-dir", tmp_path / "out")
     assert ran.code == 2 and "org/name" in ran.err and hub.requests == []
