@@ -60,7 +60,7 @@ def check_every_layout(document, files):
             held = cases.tensors_of(ranks, folder)
             assert held == cases.expected_rank(original, config, layout, rank), (layout, rank)
         # A third opinion, on names and shapes of one rank: the catalogue of a model with that rank's widths.
-        local, implied = expected(K3Config.from_bytes(ranks[f"{folder}/config.json"]))
+        local, implied = expected(K3Config.from_bytes(ranks[f"{folder}/config.json"]), len(held))
         specs = {name: TensorSpec(name, dtype, shape, 0, 0) for name, (dtype, shape, _) in held.items()}
         assert conform(local, implied, specs).ok, (layout, rank)
         joined = cases.carry_out_in_memory(prepare(cases.as_source(ranks), Request(gpus=1, form="hf")))
