@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from k3tool.checkpoint.index import check_file_name
 from k3tool.checkpoint.manifest import FileRecord
 from k3tool.checkpoint.source import LocalSource
 from k3tool.checkpoint.table import TensorTable
@@ -48,6 +49,8 @@ def read_note(root: Path) -> Note | None:
             text = path.read_bytes()
         document = json.loads(text)
         shards = {str(name): int(size) for name, size in document["shards"].items()}
+        for name in shards:
+            check_file_name(name, where=str(path))
         return Note(str(document["plan"]), str(document["dest"]), shards, bool(document["complete"]))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointCorrupt(f"{path}: not a note of k3tool ({error})", hint="verify the source by hand") from None
@@ -172,17 +175,28 @@ class Reclaimer:
 
 
 def finish_note(root: Path) -> bool:
-    """Remove the emptied shards of a source whose job is complete. Whether there was such a note."""
+    """Remove the emptied shards of a source whose job is complete, and nothing that holds more than a header. Whether
+    there was such a note."""
     note = read_note(root)
     if note is None or not note.complete:
         return False
     for shard in note.shards:
-        with disk_errors(root / shard, "remove"):
-            (root / shard).unlink(missing_ok=True)
+        if _is_emptied(root / shard):
+            with disk_errors(root / shard, "remove"):
+                (root / shard).unlink(missing_ok=True)
     with disk_errors(root / RECLAIMED_NAME, "remove"):
         (root / RECLAIMED_NAME).unlink()
     fsync_folder(root)
     return True
+
+
+def _is_emptied(path: Path) -> bool:
+    """Whether a file is a safetensors header and nothing after it."""
+    if path.is_symlink() or not path.is_file():
+        return False
+    with disk_errors(path), open(path, "rb", buffering=0) as file:
+        head = file.read(8)
+    return len(head) == 8 and path.stat().st_size == 8 + int.from_bytes(head, "little")
 
 
 def readers(plan: Plan, table: TensorTable) -> dict[str, set[str]]:

@@ -152,10 +152,16 @@ class Resharded:
 
 
 def prepare(
-    source: str | Path | Source, request: Request, change: Change | None = None, *, reclaim: bool = False
+    source: str | Path | Source,
+    request: Request,
+    change: Change | None = None,
+    *,
+    reclaim: bool = False,
+    dry_run: bool = False,
 ) -> Prepared:
     """Plan a job from names, shapes and dtypes. Writes nothing. change: what is done to tensors on the way.
-    reclaim: the source may be one that the same job has begun to free.
+    reclaim: the source may be one that the same job has begun to free; what is left of one that it has freed whole is
+    removed, but in a dry run.
 
     Raises CheckpointMissing, CheckpointCorrupt (a source that is incomplete or not what its configuration says),
     UsageError, and UnsupportedError (exit 14) for a layout that this model cannot have, with the nearest ones.
@@ -165,7 +171,7 @@ def prepare(
     if request.ranks is not None and request.form != "ranks":
         raise UsageError("--rank goes with --layout ranks only", hint="leave --rank out, or write --layout ranks")
     with collector_paused():
-        return _prepare(_open(source, reclaim), request, change)
+        return _prepare(_open(source, reclaim, remove=reclaim and not dry_run), request, change)
 
 
 def _prepare(source: Source, request: Request, change: Change | None) -> Prepared:
@@ -196,17 +202,17 @@ def _prepare(source: Source, request: Request, change: Change | None) -> Prepare
     )
 
 
-def _open(source: str | Path | Source, reclaim: bool) -> Source:
+def _open(source: str | Path | Source, reclaim: bool, *, remove: bool) -> Source:
     found = open_source(source) if isinstance(source, (str, Path)) else source
     root = found.local_path("")
     if root is None:
         return found
-    if finish_note(root):
+    if remove and finish_note(root):
         raise CheckpointMissing(f"{root}: its last shards are removed now", hint="the result was complete; use that")
     note = read_note(root)
     if note is None:
         return found
-    if not reclaim:
+    if not reclaim or note.complete:
         refuse_reclaimed(root)
     return ReclaimedSource(root, note)
 

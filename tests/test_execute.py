@@ -628,6 +628,22 @@ def test_reclaim_killed_and_resumed(source, unbroken, tmp_path, run):
     assert kills > 20
 
 
+@pytest.mark.parametrize("name", ["../thesis.txt", "/absolute.txt", "model-00001-of-00002.safetensors"])
+def test_a_note_alone_deletes_nothing(source, tmp_path, name):
+    """Whoever published a folder may have put such a note into it: names outside are refused, whole shards stay."""
+    copy = shutil.copytree(source, tmp_path / "k3")
+    (tmp_path / "thesis.txt").write_text("years of work")
+    held = name if name.startswith((".", "/")) else sorted(path.name for path in copy.glob("*.safetensors"))[0]
+    note = {"plan": "x", "dest": "/elsewhere", "shards": {held: 1}, "complete": True}
+    before = contents(copy)
+    (copy / "k3tool-reclaimed.json").write_text(json.dumps(note))
+    for options in ({}, {"reclaim": True, "dry_run": True}, {"reclaim": True}):
+        with pytest.raises((CheckpointMissing, CheckpointCorrupt)):
+            prepare(copy, TP2, **options)
+    (copy / "k3tool-reclaimed.json").unlink(missing_ok=True)
+    assert contents(copy) == before and (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
 def test_reclaim_proves_before_it_frees(source, tmp_path, monkeypatch):
     copy = shutil.copytree(source, tmp_path / "k3")
 
