@@ -16,6 +16,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from k3tool.checkpoint.outside import parse_json
 from k3tool.errors import UnsupportedError, UsageError
 
 OPEN = "<|open|>"
@@ -72,13 +73,14 @@ def render_prompt(text: str, *, system: str | None = None, thinking: bool = True
 
 def parse_messages(text: str, *, where: str) -> list[Message]:
     """A conversation from JSON: a list of messages. Raises UsageError."""
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{where}: not JSON ({error})", hint=_SHAPE_HINT) from None
+    document = parse_json(text.encode(errors="surrogateescape"), where=where, fail=_misshapen)
     if not isinstance(document, list) or not document:
         raise UsageError(f"{where}: not a list of messages", hint=_SHAPE_HINT)
     return document
+
+
+def _misshapen(message: str) -> UsageError:
+    return UsageError(message, hint=_SHAPE_HINT)
 
 
 _SHAPE_HINT = 'write [{"role": "user", "content": "..."}, ...]; roles: system, user, assistant, tool'

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from k3tool.checkpoint.index import INDEX_NAME, SINGLE_NAME
+from k3tool.checkpoint.index import INDEX_NAME, MAX_INDEX_BYTES, SINGLE_NAME, parse_index
 from k3tool.checkpoint.ledger import LEDGER_FOLDER
 from k3tool.checkpoint.manifest import MANIFEST_NAME, load_manifest
+from k3tool.checkpoint.outside import corrupt, read_file
 from k3tool.checkpoint.source import Source, is_strewn
 from k3tool.checkpoint.writer import PARTIAL_SUFFIX
 from k3tool.disk import disk_errors, free_bytes
@@ -57,8 +57,9 @@ def clear(dest: Path) -> None:
     with contextlib.suppress(CheckpointCorrupt):
         manifest = load_manifest(dest)
         names.update(manifest.files if manifest else ())
-    with contextlib.suppress(OSError, ValueError, KeyError, AttributeError):
-        names.update(json.loads((dest / INDEX_NAME).read_bytes())["weight_map"].values())
+    with contextlib.suppress(OSError, CheckpointCorrupt):
+        fail = corrupt("")
+        names.update(parse_index(read_file(dest / INDEX_NAME, MAX_INDEX_BYTES, fail=fail), where=INDEX_NAME).shards)
     inside = os.path.realpath(dest) + os.sep
     for name in sorted(names):
         path = dest / name

@@ -80,8 +80,10 @@ def share_of(config: K3Config) -> tuple[Layout, Place] | None:
     says nothing. Raises CheckpointCorrupt for what k3tool did not write."""
     if config.raw.get("k3tool") is None:
         return None
-    top = Fields(config.raw, "config.json", corrupt("write the ranks again from the checkpoint"))
+    where = "config.json: its k3tool section is not one that k3tool wrote"
+    top = Fields(config.raw, where, corrupt("write the ranks again from the checkpoint"))
     section = top.fields("k3tool")
+    section.where = where
     counts = {key: section.integer(key, low=1, high=MAX_RANKS) for key in ("tp", "ep", "pp", "ranks")}
     layout = Layout(counts["tp"], counts["ep"], counts["pp"])
     if layout.ranks != counts["ranks"]:

@@ -17,9 +17,13 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from k3tool.checkpoint.outside import Fields, corrupt, parse_lines, read_file
+from k3tool.errors import CheckpointCorrupt
 from k3tool.events import SILENT, Progress
 
 PROOFS_NAME = ".k3tool-proofs.jsonl"
+MAX_PROOFS_BYTES = 64 << 20
+_unproven = corrupt("")
 BLOCK_BYTES = 1 << 20
 BEHIND_BYTES = 16 << 20
 
@@ -40,6 +44,13 @@ class Proof:
     def of(cls, name: str, status: os.stat_result, sha256: str) -> Proof:
         return cls(name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, sha256, time.time())
 
+    @classmethod
+    def read(cls, entry: Fields) -> Proof:
+        """Raises CheckpointCorrupt for what is no proof."""
+        numbers = {key: entry.integer(key) for key in ("size", "mtime_ns", "ctime_ns", "inode")}
+        when = entry.number("when", low=0, high=2**33)
+        return cls(name=entry.text("name"), sha256=entry.text("sha256"), when=when, **numbers)
+
     def holds_for(self, status: os.stat_result) -> bool:
         found = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
         return found == (self.size, self.mtime_ns, self.ctime_ns, self.inode)
@@ -53,10 +64,10 @@ class ProofBook:
         self.folder = folder
         self.path = folder / PROOFS_NAME
         self.proofs: dict[str, Proof] = {}
-        with contextlib.suppress(OSError):
-            for line in self.path.read_bytes().splitlines():
-                with contextlib.suppress(ValueError, TypeError):  # a torn line proves nothing
-                    proof = Proof(**json.loads(line))
+        with contextlib.suppress(OSError, CheckpointCorrupt):
+            for line in parse_lines(read_file(self.path, MAX_PROOFS_BYTES, fail=_unproven)):
+                with contextlib.suppress(CheckpointCorrupt):  # a line that is torn or not ours proves nothing
+                    proof = Proof.read(Fields(line, str(self.path), _unproven))
                     self.proofs[proof.name] = proof
 
     def valid(self, name: str) -> Proof | None:

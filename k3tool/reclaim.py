@@ -18,15 +18,17 @@ from pathlib import Path
 
 from k3tool.checkpoint.index import check_file_name
 from k3tool.checkpoint.manifest import FileRecord
+from k3tool.checkpoint.outside import corrupt, parse_object, read_file
 from k3tool.checkpoint.source import LocalSource
 from k3tool.checkpoint.table import TensorTable
 from k3tool.checkpoint.writer import fsync_folder, sync_file, write_atomic
 from k3tool.disk import disk_errors
-from k3tool.errors import CheckFailed, CheckpointCorrupt, CheckpointMissing, UsageError
+from k3tool.errors import CheckFailed, CheckpointMissing, UsageError
 from k3tool.plan import FileJob, Plan
 from k3tool.transform.reshard import RECLAIMED_NAME
 
 READ_BYTES = 4 << 20
+MAX_NOTE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -44,16 +46,15 @@ def read_note(root: Path) -> Note | None:
     path = root / RECLAIMED_NAME
     if not path.is_file():
         return None
-    try:
-        with disk_errors(path):
-            text = path.read_bytes()
-        document = json.loads(text)
-        shards = {str(name): int(size) for name, size in document["shards"].items()}
-        for name in shards:
-            check_file_name(name, where=str(path))
-        return Note(str(document["plan"]), str(document["dest"]), shards, bool(document["complete"]))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointCorrupt(f"{path}: not a note of k3tool ({error})", hint="verify the source by hand") from None
+    fail = corrupt(f"verify the source by hand, then remove {path}")
+    with disk_errors(path):
+        text = read_file(path, MAX_NOTE_BYTES, fail=fail)
+    note = parse_object(text, where=f"{path}: not a note of k3tool", fail=fail, own=True)
+    freed = note.fields("shards")
+    shards = {name: freed.integer(name) for name in freed.values}
+    for name in shards:
+        check_file_name(name, where=str(path))
+    return Note(note.text("plan"), note.text("dest"), shards, note.flag("complete"))
 
 
 class ReclaimedSource(LocalSource):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import binascii
 import codecs
-import json
 import re
 from collections.abc import Iterable, Iterator
 from functools import cached_property
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from k3tool.checkpoint.origin import again, damaged
+from k3tool.checkpoint.outside import parse_json
 from k3tool.checkpoint.source import LocalSource, Source, open_source
 from k3tool.checkpoint.strays import folder_with
 from k3tool.errors import CheckpointCorrupt, CheckpointMissing, UsageError
@@ -286,11 +286,13 @@ def _canonical_base64(text: bytes) -> bytes | None:
 
 def parse_control_tokens(text: bytes, first: int, limit: int, *, where: str = TOKENIZER_CONFIG_NAME) -> dict[str, int]:
     """Control token text to id from `added_tokens_decoder`; every id in [first, limit). Raises CheckpointCorrupt."""
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _corrupt(where, f"not JSON ({error})") from None
-    table = document.get("added_tokens_decoder", {}) if isinstance(document, dict) else None
+
+    def refused(message: str) -> CheckpointCorrupt:
+        return _corrupt(where, message.removeprefix(f"{where}: "))
+
+    document = parse_json(text, where=where, fail=refused, unique_keys=False)
+    table = document.get("added_tokens_decoder") if isinstance(document, dict) else []
+    table = {} if table is None else table
     if not isinstance(table, dict):
         raise _corrupt(where, "added_tokens_decoder must map token ids to tokens")
     named: dict[str, int] = {}

@@ -27,6 +27,9 @@ def parse_size(text: str) -> int:
     return int(float(match.group(1)) * factor) if "." in match.group(1) else int(match.group(1)) * factor
 
 
+MAX_SPAN = 100_000
+
+
 def parse_ranges(text: str, *, what: str, limit: int | None = None) -> tuple[int, ...]:
     """`0-3,7` as (0, 1, 2, 3, 7): ascending, without repeats, each below `limit`. Raises UsageError."""
     values: set[int] = set()
@@ -39,6 +42,8 @@ def parse_ranges(text: str, *, what: str, limit: int | None = None) -> tuple[int
             raise UsageError(
                 f"{what.removesuffix('s')} {last} does not exist", hint=f"{what} are numbered from 0 to {limit - 1}"
             )
+        if last - first > MAX_SPAN:
+            raise UsageError(f"{what} {first}-{last} are {last - first + 1:,} of them", hint="write it as 0-3,7")
         values.update(range(first, last + 1))
     return tuple(sorted(values))
 

@@ -12,7 +12,7 @@ from k3tool.checkpoint.reader import Checkpoint
 from k3tool.errors import CheckpointCorrupt, CheckpointMissing
 from k3tool.layout import rank_folder
 from k3tool.transform.forms import SubSource, open_form
-from k3tool.transform.record import parse_record
+from k3tool.transform.record import read_record
 from k3tool.transform.reshard import LAYOUT_NAME
 
 
@@ -20,7 +20,7 @@ def rank_folders(checkpoint: Checkpoint) -> list[str]:
     """The rank folders that `k3tool.json` names; none where the folder is no set of ranks. Raises CheckpointCorrupt."""
     if LAYOUT_NAME not in checkpoint.files:
         return []
-    record = parse_record(checkpoint.source.read(LAYOUT_NAME), where=f"{checkpoint.source.label}/{LAYOUT_NAME}")
+    record = read_record(checkpoint.source)
     ranks = record.layout.ranks
     return [rank_folder(rank, ranks) for rank in range(ranks)] if record.form == "ranks" else []
 

@@ -9,6 +9,8 @@ import json
 import re
 from typing import Any, NamedTuple
 
+from k3tool.checkpoint.outside import decode_json
+
 HEAD_BYTES = 1 << 16  # what `recognise` likes to see of a file
 _LFS = re.compile(
     rb"version https://[\w./-]{1,100}/spec/v1\s.*?oid sha256:([0-9a-f]{64})\s+size (\d{1,20})", re.ASCII | re.DOTALL
@@ -80,7 +82,7 @@ def _page(text: bytes, size: int) -> Content | None:
 
 def _json_answer(text: bytes) -> Content | None:
     try:
-        document = json.loads(text)
+        document = decode_json(text.decode(errors="replace"), unique_keys=False)
     except (ValueError, RecursionError):
         return None
     said: Any = next((document[k] for k in ("error", "message", "detail", "errors") if document.get(k)), None)

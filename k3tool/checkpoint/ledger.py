@@ -23,11 +23,15 @@ from typing import Any
 
 from k3tool.checkpoint.locks import HELD_SUFFIX, boot_id, is_alone, lock, unlock
 from k3tool.checkpoint.manifest import FileRecord
+from k3tool.checkpoint.outside import Fields, corrupt, parse_lines, parse_object, read_file
 from k3tool.checkpoint.writer import fsync_folder, sync_file, write_atomic
 from k3tool.disk import disk_errors, make_folder, refusal
-from k3tool.errors import PartlyDone, UsageError
+from k3tool.errors import CheckpointCorrupt, PartlyDone, UsageError
 
 LEDGER_FOLDER = ".k3tool"
+MAX_JOB_BYTES = 16 << 20
+MAX_JOURNAL_BYTES = 512 << 20  # a line for each file, with what was measured of each of its tensors
+_unknown = corrupt("start over with --overwrite")
 SHARED_PATIENCE_S = 2.0
 
 
@@ -141,17 +145,19 @@ class Ledger:
         if self.overwrite:
             self._clear()
         if path.is_file():
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(CheckpointCorrupt):  # what says nothing of its job is forgotten below
                 with disk_errors(path):
-                    text = path.read_bytes()
-                job = json.loads(text)
-                if job.get("id") != self.identity:
+                    text = read_file(path, MAX_JOB_BYTES, fail=_unknown)
+                job = parse_object(text, where=str(path), fail=_unknown, own=True)
+                identity, facts = job.text("id"), job.mapping("facts", {})
+                if identity != self.identity:
                     raise UsageError(
-                        f"{self.folder} holds the unfinished work of another command: {job.get('command')}",
+                        f"{self.folder} holds the unfinished work of another command: {job.text('command', '')[:1000]}",
                         hint="finish that one, name another folder, or start over with --overwrite",
                     )
-                self.facts = dict(job.get("facts") or {})
+                self.facts = dict(facts)
                 return
+            self._clear()
         document = {"id": self.identity, "command": self.command, "facts": self.facts}
         self.is_new = True
         write_atomic(path, json.dumps(document).encode())
@@ -167,21 +173,23 @@ class Ledger:
         """Read what every process of the job has recorded so far."""
         for path in sorted(self.state.glob("done*.jsonl")):
             with disk_errors(path):
-                text = path.read_bytes()
-            for line in text.splitlines():
-                # a torn last line is work to do again
-                with contextlib.suppress(ValueError, KeyError, TypeError, OSError):
-                    self._read(json.loads(line))
+                text = read_file(path, MAX_JOURNAL_BYTES, fail=_unknown)
+            for line in parse_lines(text):
+                # a line that is torn or not ours is work to do again
+                with contextlib.suppress(CheckpointCorrupt, ValueError, OSError):
+                    self._read(Fields(line, str(path), _unknown))
 
-    def _read(self, entry: Mapping[str, Any]) -> None:
-        name = entry["file"]
+    def _read(self, entry: Fields) -> None:
+        name = entry.text("file")
         if "synced" in entry:
-            self.synced[name] = (int(entry["synced"]), str(entry["boot"]))
+            self.synced[name] = (entry.integer("synced"), entry.text("boot"))
             return
         self.done.pop(name, None)
-        if entry["stamp"] is not None and entry["stamp"] == self._stamp(name):
-            self.done[name] = FileRecord(entry["size"], entry["sha256"])
-            self.notes[name] = entry.get("note")
+        record = FileRecord(entry.integer("size"), entry.text("sha256"))
+        stamp = entry.items("stamp", None)
+        if stamp is not None and stamp == self._stamp(name):
+            self.done[name] = record
+            self.notes[name] = entry.values.get("note")
 
     def _stamp(self, file: str) -> list[int] | None:
         """What changes when a finished file is written again: size, time and inode."""

@@ -17,6 +17,7 @@ import time
 from functools import cache
 from pathlib import Path
 
+from k3tool.checkpoint.outside import decode_json
 from k3tool.events import warn_once
 
 NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
@@ -124,7 +125,7 @@ def _is_alive(path: Path) -> bool:
     except FileNotFoundError:
         return False
     try:
-        host, boot, process, started = json.loads(text)
+        host, boot, process, started = decode_json(text.decode(), own=True)
     except (ValueError, TypeError, RecursionError):
         return time.time() - written < BEING_WRITTEN_S
     if host != socket.gethostname():

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from k3tool.checkpoint.outside import Fields, corrupt, parse_object, read_file
 from k3tool.checkpoint.writer import write_atomic
 from k3tool.disk import disk_errors
-from k3tool.errors import CheckpointCorrupt
 
 MANIFEST_NAME = "k3tool-manifest.json"
+MAX_MANIFEST_BYTES = 64 << 20
 _HEX = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
@@ -57,16 +58,17 @@ def load_manifest(folder: Path) -> Manifest | None:
     path = folder / MANIFEST_NAME
     if not path.is_file():
         return None
-    try:
-        with disk_errors(path):
-            text = path.read_bytes()
-        document = json.loads(text)
-        files = {name: FileRecord(int(r["size"]), r["sha256"]) for name, r in document["files"].items()}
-        if not all(_HEX.fullmatch(record.sha256) for record in files.values()):
-            raise ValueError("a digest is not 64 hexadecimal digits")
-        extra = {k: v for k, v in document.items() if k not in ("k3tool", "command", "source", "revision", "files")}
-        return Manifest(str(document["command"]), str(document["source"]), document.get("revision"), files, extra)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointCorrupt(
-            f"{path}: not a manifest of k3tool ({error})", hint="remove it, then verify against the Hub's digests"
-        ) from None
+    fail = corrupt(f"remove {path}, then verify against the Hub's digests")
+    with disk_errors(path):
+        text = read_file(path, MAX_MANIFEST_BYTES, fail=fail)
+    document = parse_object(text, where=f"{path}: not a manifest of k3tool", fail=fail, own=True)
+    files = {name: _record(entry) for name, entry in document.each("files")}
+    extra = {k: v for k, v in document.values.items() if k not in ("k3tool", "command", "source", "revision", "files")}
+    return Manifest(document.text("command"), document.text("source"), document.text("revision", None), files, extra)
+
+
+def _record(entry: Fields) -> FileRecord:
+    record = FileRecord(entry.integer("size"), entry.text("sha256"))
+    if not _HEX.fullmatch(record.sha256):
+        raise entry.bad("sha256", "64 hexadecimal digits")
+    return record

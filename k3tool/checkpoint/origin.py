@@ -7,7 +7,6 @@ the remedy is prose: a command would be a guess, and a wrong guess costs a downl
 from __future__ import annotations
 
 import glob
-import json
 import os
 import re
 import shlex
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from k3tool.checkpoint.content import HEAD_BYTES, Content, recognise
+from k3tool.checkpoint.outside import decode_json
 from k3tool.commands import command
 from k3tool.errors import CheckpointCorrupt, K3Error
 
@@ -136,9 +136,9 @@ def _for_content(folder: str, name: str, content: Content) -> str:
 
 def _unfinished(folder: Path) -> str:
     """The command of a fetch that was interrupted in this folder."""
-    with suppress(OSError, ValueError, TypeError, AttributeError):
+    with suppress(OSError, ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError):
         with open(folder / ".k3tool" / "job.json", "rb") as file:
-            job = json.loads(file.read(1 << 20))
+            job = decode_json(file.read(1 << 20).decode(), own=True)
         words = shlex.split(job["command"])
         if words[0] == "fetch" and _REPO.fullmatch(words[1]):
             commit = job["facts"].get("commit")

@@ -81,46 +81,49 @@ def check_size(where: str, size: int, limit: int, *, fail: Fail) -> None:
 # Text
 
 
-def parse_json(text: bytes, *, where: str, fail: Fail, unique_keys: bool = True, bare: bool = False) -> Any:
+def parse_json(
+    text: bytes, *, where: str, fail: Fail, unique_keys: bool = True, own: bool = False, bare: bool = False
+) -> Any:
     """The value of a JSON text, by the rules above. Raises `fail` naming `where`.
 
-    bare: depth and integers are not bounded here, because the caller looks at every value of half a million tensors.
+    own: a record of k3tool itself: strings may hold bytes of file names that are no UTF-8, as `os.fsdecode` gives them,
+    and what was measured may be infinite. bare: depth and integers are not bounded here, because the caller looks at every value of half a million tensors.
     """
     try:
-        return decode_json(text.decode(), unique_keys=unique_keys, bare=bare)
+        return decode_json(text.decode(), unique_keys=unique_keys, own=own, bare=bare)
     except (ValueError, RecursionError) as error:
         raise fail(f"{where}: not JSON that can be read ({_reason(text, error)})") from None
 
 
-def decode_json(text: str, *, unique_keys: bool = True, bare: bool = False) -> Any:
+def decode_json(text: str, *, unique_keys: bool = True, own: bool = False, bare: bool = False) -> Any:
     """`parse_json` for text that is decoded. Raises ValueError, RecursionError."""
     value = json.loads(
         text,
         parse_int=None if bare else _integer,
-        parse_float=_float,
-        parse_constant=_constant,
+        parse_float=None if own else _float,
+        parse_constant=None if own else _constant,
         object_pairs_hook=_unique if unique_keys else None,
     )
     if not bare:
         _check_depth(value, MAX_DEPTH)
     if "\\ud" in text or "\\uD" in text:
-        _check_surrogates(value)
+        _check_surrogates(value, "surrogateescape" if own else "strict")
     return value
 
 
-def parse_object(text: bytes, *, where: str, fail: Fail, unique_keys: bool = True) -> Fields:
+def parse_object(text: bytes, *, where: str, fail: Fail, unique_keys: bool = True, own: bool = False) -> Fields:
     """The object that a JSON text holds. Raises `fail` for anything else."""
-    value = parse_json(text, where=where, fail=fail, unique_keys=unique_keys)
+    value = parse_json(text, where=where, fail=fail, unique_keys=unique_keys, own=own)
     if not isinstance(value, dict):
         raise fail(f"{where}: expected a JSON object, found {shown(value)}")
     return Fields(value, where, fail)
 
 
 def parse_lines(text: bytes) -> Iterator[dict[str, Any]]:
-    """The objects of a text with one on each line. What is torn, or no object, is passed over."""
+    """The objects of a text with one on each line, such as k3tool keeps. What is torn, or no object, is passed over."""
     for line in text.splitlines():
         try:
-            value = decode_json(line.decode())
+            value = decode_json(line.decode(), own=True)
         except (ValueError, RecursionError):
             continue
         if isinstance(value, dict):
@@ -199,13 +202,13 @@ def _check_depth(value: Any, limit: int) -> None:
     raise RecursionError
 
 
-def _check_surrogates(value: Any) -> None:
+def _check_surrogates(value: Any, errors: str) -> None:
     waiting = [value]
     while waiting:
         item = waiting.pop()
         if isinstance(item, str):
             try:
-                item.encode()
+                item.encode(errors=errors)
             except UnicodeEncodeError:
                 raise ValueError(f"the text {shown(item)} holds half of a surrogate pair") from None
         elif isinstance(item, dict):

@@ -19,7 +19,7 @@ from k3tool.checkpoint.index import INDEX_NAME
 from k3tool.checkpoint.ledger import Ledger, job_id, read_marks
 from k3tool.checkpoint.own import is_own
 from k3tool.checkpoint.reader import CONFIG_NAME
-from k3tool.config import K3Config
+from k3tool.config import K3Config, parse_config
 from k3tool.disk import refusal
 from k3tool.errors import CapacityError, CheckpointCorrupt, CheckpointMissing, K3Error, UsageError, tell
 from k3tool.events import SILENT, Progress
@@ -279,9 +279,8 @@ class _Fetch:
         shards = {name: file.size for name, file in listing.files.items() if name.endswith(".safetensors")}
         structure = Structure(source.label, config, index if INDEX_NAME in listing.files else None, shards)
         choice = Choice(layers, vision=not request.text_only)
-        import json
-
-        made = Shrinker(source, structure, choice, index).targets(json.loads(config_text), self.workers)
+        document = parse_config(config_text, where=f"{source.label}/{CONFIG_NAME}")
+        made = Shrinker(source, structure, choice, index).targets(document, self.workers)
         rest = {n: f for n, f in listing.files.items() if n not in shards and n not in (CONFIG_NAME, INDEX_NAME)}
         others = select(rest, request.include, request.exclude, source.label, self.progress.warn) if rest else {}
         return [*made, *(whole_file(name, file) for name, file in others.items())]

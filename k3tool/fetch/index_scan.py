@@ -6,12 +6,12 @@ pattern in blocks. A file that is written in any unusual way is left to the full
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from k3tool.checkpoint.index import check_file_name, parse_index
+from k3tool.checkpoint.outside import decode_json
 
 _PAIR = re.compile(rb'"([^"\\\x00-\x1f]+)"\s*:\s*"([^"\\\x00-\x1f]+\.safetensors)"')
 _SPACE = re.compile(rb'("(?:[^"\\]|\\.)*")|\s+')  # white space outside of strings
@@ -77,12 +77,13 @@ def scan(blocks: Iterable[bytes], each: Callable[[str, str], None]) -> dict[str,
     if len(maps) != 1 or maps[0].count(b",") != max(0, entries - 1):  # a pair stood elsewhere
         raise Unusual
     try:
-        document = json.loads(_EMPTY_MAP.sub(b'"weight_map":{}', frame))
-    except ValueError:
+        document = decode_json(_EMPTY_MAP.sub(b'"weight_map":{}', frame).decode())
+    except (ValueError, RecursionError):
         raise Unusual from None
-    if not isinstance(document, dict) or not isinstance(document.get("metadata", {}), dict):
+    metadata = (document.get("metadata") or {}) if isinstance(document, dict) else None
+    if not isinstance(metadata, dict):
         raise Unusual
-    return document.get("metadata", {})
+    return metadata
 
 
 def scan_or_parse(blocks: Callable[[], Iterator[bytes]], where: str, each: Callable[[str, str], None]) -> None:

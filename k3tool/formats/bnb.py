@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from k3tool.checkpoint.outside import parse_object
 from k3tool.formats.base import Match, ceil_div, corrupt, require
 from k3tool.formats.codes import to_f32
 
 BLOCK = 64
+MAX_BLOCK = 1 << 16
 STATE_PREFIX = "weight.quant_state.bitsandbytes__"
 NF4 = np.array(
     [
@@ -70,14 +72,16 @@ def shape_problem(shape: tuple[int, ...], **_: Any) -> str:
 
 
 def read_state(data: NDArray[np.uint8]) -> dict[str, Any]:
-    """The parsed quant_state. Raises CheckpointCorrupt."""
-    try:
-        state = json.loads(bytes(data))
-        if not isinstance(state, dict) or not isinstance(state["shape"], list) or int(state["blocksize"]) <= 0:
-            raise ValueError("shape or blocksize is wrong")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise corrupt(f"quant_state is not the JSON that bitsandbytes writes ({error})") from None
-    return state
+    """The parsed quant_state: shape, blocksize, and where they are there nested_blocksize and nested_offset are what
+    their names say. Raises CheckpointCorrupt."""
+    state = parse_object(bytes(data), where="quant_state", fail=corrupt)
+    state.integers("shape")
+    state.integer("blocksize", low=1, high=MAX_BLOCK)
+    nested = {
+        "nested_blocksize": state.integer("nested_blocksize", 256, low=1, high=MAX_BLOCK),
+        "nested_offset": state.number("nested_offset", 0.0),
+    }
+    return {**state.values, **nested}
 
 
 def write_state(kind: str, shape: tuple[int, ...], dtype: str) -> NDArray[np.uint8]:
@@ -104,8 +108,11 @@ def block_maxima(stored_parts: Mapping[str, NDArray], state: Mapping[str, Any]) 
     if stored.dtype != np.uint8:
         return to_f32(stored)
     block = int(state["nested_blocksize"])
-    scale = to_f32(stored_parts["weight.nested_absmax"]).repeat(block)[: stored.size]
-    return stored_parts["weight.nested_quant_map"][stored] * scale + np.float32(state["nested_offset"])
+    maxima, table = stored_parts.get("weight.nested_absmax"), stored_parts.get("weight.nested_quant_map")
+    if maxima is None or table is None or table.shape != (256,) or maxima.size != ceil_div(stored.size, block):
+        raise corrupt("weight.nested_absmax and weight.nested_quant_map do not belong to weight.absmax")
+    scale = to_f32(maxima).repeat(block)[: stored.size]
+    return table[stored] * scale + np.float32(state["nested_offset"])
 
 
 def dequantize(parts: Mapping[str, NDArray], shape: tuple[int, ...], *, kind: str) -> NDArray[np.float32]:
@@ -122,6 +129,8 @@ def dequantize(parts: Mapping[str, NDArray], shape: tuple[int, ...], *, kind: st
     if scale.size != ceil_div(size, block):
         raise corrupt(f"weight.absmax holds {scale.size} blocks, {list(shape)} has {ceil_div(size, block)}")
     table = np.array(parts["weight.quant_map"], np.float32)
+    if table.shape != (16,):
+        raise corrupt(f"weight.quant_map has {list(table.shape)} values, expected 16")
     if kind == "fp4":
         table[8] = -table[0]  # the stored map says +0, the decoders of bitsandbytes apply the sign bit
     pairs = np.stack([table[np.arange(256) >> 4], table[np.arange(256) & 15]], axis=1)

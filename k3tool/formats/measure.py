@@ -4,10 +4,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from k3tool.checkpoint.outside import shown
+from k3tool.errors import CheckpointCorrupt
+
+
+def sums_of(row: Any, length: int) -> list[float]:
+    """So many sums from a record on disk, none below zero. Raises CheckpointCorrupt."""
+    if not isinstance(row, (list, tuple)) or len(row) != length:
+        raise _no_sums(row)
+    if not all(isinstance(value, Real) and not isinstance(value, bool) and not value < 0 for value in row):
+        raise _no_sums(row)
+    return [float(value) for value in row]
+
+
+def count_of(value: float) -> int:
+    """Raises CheckpointCorrupt for what is no count."""
+    if not value < 1 << 63:
+        raise _no_sums(value)
+    return int(value)
+
+
+def _no_sums(row: Any) -> CheckpointCorrupt:
+    return CheckpointCorrupt(
+        f"{shown(row)} is not what a conversion measured", hint="start the command over with --overwrite"
+    )
 
 
 class Measured(NamedTuple):
@@ -51,9 +77,10 @@ class Measured(NamedTuple):
         return [self.values, self.source, self.stored, self.error, self.peak]
 
     @classmethod
-    def from_json(cls, row: Iterable[Any]) -> Measured:
-        values, *sums = row
-        return cls(int(values), *map(float, sums))
+    def from_json(cls, row: Any) -> Measured:
+        """Raises CheckpointCorrupt for what `as_json` did not make."""
+        values, *sums = sums_of(row, 5)
+        return cls(count_of(values), *sums)
 
 
 class Outputs(NamedTuple):
@@ -97,13 +124,15 @@ class Weighted(NamedTuple):
         return [self.source, self.error, *([list(self.outputs)] if self.outputs else [])]
 
     @classmethod
-    def from_json(cls, row: Iterable[Any]) -> Weighted:
-        source, error, *outputs = row
+    def from_json(cls, row: Any) -> Weighted:
+        """Raises CheckpointCorrupt for what `as_json` did not make."""
+        if not isinstance(row, (list, tuple)) or len(row) not in (2, 3):
+            raise _no_sums(row)
         made = None
-        if outputs:
-            before, plain, searched, stored, kept, rows = outputs[0]
-            made = Outputs(float(before), float(plain), float(searched), float(stored), int(kept), int(rows))
-        return cls(float(source), float(error), made)
+        if len(row) == 3:
+            *means, kept, rows = sums_of(row[2], 6)
+            made = Outputs(*means, count_of(kept), count_of(rows))
+        return cls(*sums_of(row[:2], 2), made)
 
 
 def total_weighted(rows: Iterable[Weighted]) -> Weighted:

@@ -8,12 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from k3tool.checkpoint.outside import Fields, corrupt, parse_object, read_file
+from k3tool.errors import CheckpointCorrupt
 from k3tool.formats.measure import Measured, total
 from k3tool.gguf.mapping import GgufTensor
 from k3tool.transform.gguf import Rounded
 from k3tool.transform.quantize_report import finite
 
 REPORT_NAME = "k3tool-gguf.json"
+MAX_REPORT_BYTES = 16 << 20
+_fail = corrupt("what an earlier run recorded here cannot be read: start over with --overwrite")
 WORST_SHOWN = 8
 
 
@@ -35,9 +39,19 @@ class Changes:
         return {**vars(self), "sums": self.sums.as_json()}
 
     @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> Changes:
-        worst = [(float(error), str(name)) for error, name in row["worst"]]
-        return cls(int(row["changed"]), Measured.from_json(row["sums"]), worst)
+    def read(cls, row: Fields) -> Changes:
+        """Raises CheckpointCorrupt for what `as_json` did not make."""
+        worst = row.items("worst")
+        for entry in worst:
+            if not (
+                isinstance(entry, (list, tuple))
+                and len(entry) == 2
+                and isinstance(entry[0], float)
+                and isinstance(entry[1], str)
+            ):
+                raise row.bad("worst", "pairs of error and name")
+        found = [(error, name) for error, name in worst]
+        return cls(row.integer("changed"), Measured.from_json(row.values.get("sums")), found)
 
 
 def summarize(measured: Iterable[Rounded]) -> dict[str, Any]:
@@ -57,8 +71,8 @@ def merge(notes: Iterable[Mapping[str, Any] | None]) -> dict[str, Changes]:
     """What several files' notes say together."""
     merged: dict[str, Changes] = {}
     for note in notes:
-        for component, row in (note or {}).items():
-            merged.setdefault(component, Changes()).add(Changes.from_json(row))
+        for component, row in Fields({"note": note}, "a finished file", _fail).each("note", {}):
+            merged.setdefault(component, Changes()).add(Changes.read(row))
     return merged
 
 
@@ -102,9 +116,10 @@ def report_file(plan: str, changes: Mapping[str, Changes]) -> bytes:
 def earlier_report(dest: Path, plan: str) -> dict[str, Changes]:
     """What an earlier run of the same plan measured; empty where there is no such report."""
     try:
-        document = json.loads((dest / REPORT_NAME).read_bytes())
-        if document["plan"] != plan:
+        text = read_file(dest / REPORT_NAME, MAX_REPORT_BYTES, fail=_fail)
+        document = parse_object(text, where=REPORT_NAME, fail=_fail, own=True)
+        if document.text("plan") != plan:
             return {}
-        return {component: Changes.from_json(row) for component, row in document["changes"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {component: Changes.read(row) for component, row in document.each("changes")}
+    except (OSError, CheckpointCorrupt):
         return {}

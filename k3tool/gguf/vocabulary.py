@@ -8,17 +8,17 @@ makes up a token is given instead, which merges as ranks do but for rare ties.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib import resources
 from itertools import pairwise
 
+from k3tool.checkpoint.outside import corrupt, parse_object, read_named
 from k3tool.checkpoint.source import Source
 from k3tool.config import K3Config
 from k3tool.errors import CheckpointCorrupt
 from k3tool.gguf.container import Value, flag, i32_list, text, text_list, u32
-from k3tool.tokenizer import TOKENIZER_CONFIG_NAME, Tokenizer
+from k3tool.tokenizer import MAX_TOKENIZER_CONFIG_BYTES, TOKENIZER_CONFIG_NAME, Tokenizer
 
 PRE_TOKENIZER = "kimi-k2"  # llama.cpp's name for the rules by which K2 and K3 cut text into words
 TEMPLATE_NAME = "chat_template.jinja"
@@ -79,10 +79,12 @@ def chat_template(source: Source) -> str:
     if 0 < files.get(TEMPLATE_NAME, 0) <= MAX_TEMPLATE_BYTES:
         return source.read(TEMPLATE_NAME).decode("utf-8", errors="replace")
     if TOKENIZER_CONFIG_NAME in files:
-        with contextlib.suppress(ValueError, RecursionError, AttributeError):
-            found = json.loads(source.read(TOKENIZER_CONFIG_NAME)).get("chat_template")
-            if isinstance(found, str) and found:
-                return found
+        fail = corrupt("leave the template out: llama.cpp then takes that of k3tool")
+        with contextlib.suppress(CheckpointCorrupt):
+            text = read_named(source, TOKENIZER_CONFIG_NAME, MAX_TOKENIZER_CONFIG_BYTES, fail=fail, files=files)
+            found = parse_object(text, where=TOKENIZER_CONFIG_NAME, fail=fail, unique_keys=False)
+            if template := found.text("chat_template", ""):
+                return template
     return (resources.files("k3tool") / "data" / "kimi-k3.jinja").read_text(encoding="utf-8")
 
 

@@ -12,7 +12,7 @@ from k3tool.checkpoint.reader import Checkpoint
 from k3tool.checkpoint.source import LocalSource
 from k3tool.errors import CheckpointCorrupt, CheckpointMissing, UsageError
 from k3tool.layout import Layout, Place, check, rank_folder, share_of
-from k3tool.transform.record import LayoutRecord, parse_record
+from k3tool.transform.record import LayoutRecord, read_record
 from k3tool.transform.reshard import LAYOUT_NAME
 
 GIVE_WAY_S = 3.0
@@ -101,7 +101,7 @@ def rank_folder_of(folder: str | Path, world: World) -> RankFolder:
     files = source.files()
     record: LayoutRecord | None = None
     if LAYOUT_NAME in files:
-        record = parse_record(source.read(LAYOUT_NAME), where=f"{folder}/{LAYOUT_NAME}")
+        record = read_record(source)
     if record is None or record.form != "ranks":
         return _whole(Path(folder), world)
     ranks = record.layout.ranks

@@ -26,7 +26,7 @@ from k3tool.conform import Conformance, conform, fused_error, fused_experts
 from k3tool.errors import CheckpointCorrupt, CheckpointMissing, UsageError
 from k3tool.layout import rank_folder, share_of
 from k3tool.names import parse_name
-from k3tool.transform.record import LayoutRecord, parse_record
+from k3tool.transform.record import LayoutRecord, read_record
 from k3tool.transform.reshard import LAYOUT_NAME, RECLAIMED_NAME, Form, RanksForm, RankTensors, WholeForm
 from k3tool.transform.split import Splitter
 
@@ -80,7 +80,7 @@ def open_form(source: Source) -> Opened:
     splitter = Splitter(config)
     record = None
     if LAYOUT_NAME in checkpoint.files:
-        record = parse_record(source.read(LAYOUT_NAME), where=f"{source.label}/{LAYOUT_NAME}")
+        record = read_record(source)
     if record is not None and record.form == "ranks":
         form, digest = _open_ranks(source, config, splitter, record)
     else:

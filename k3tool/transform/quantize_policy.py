@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import errno
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from k3tool.checkpoint.outside import parse_toml, read_file
 from k3tool.disk import refusal
 from k3tool.errors import CheckpointMissing, UsageError
 from k3tool.names import TensorName
@@ -131,8 +131,7 @@ def make_policy(options: Mapping[str, str | None], recipe: str | Path | None = N
 
 def _read(path: Path) -> bytes:
     try:
-        with open(path, "rb") as file:
-            return file.read(MAX_RECIPE_BYTES)
+        return read_file(path, MAX_RECIPE_BYTES, fail=_no_recipe)
     except OSError as error:
         if error.errno != errno.ENOENT:
             raise refusal(error, path) from error
@@ -141,12 +140,13 @@ def _read(path: Path) -> bytes:
         ) from None
 
 
+def _no_recipe(message: str) -> UsageError:
+    return UsageError(message, hint='write lines such as experts = "nvfp4"')
+
+
 def parse_recipe(text: bytes, *, where: str) -> tuple[dict[str, Choice], tuple[Rule, ...]]:
     """Raises UsageError naming the key and what is wrong with it."""
-    try:
-        document = _toml(text.decode())
-    except ValueError as error:
-        raise UsageError(f"{where}: not TOML ({error})", hint='write lines such as experts = "nvfp4"') from None
+    document = parse_toml(text, where=where, fail=_no_recipe)
     unknown = sorted(set(document) - {*COMPONENTS, "rule"})
     if unknown:
         raise UsageError(f"{where}: unknown key {unknown[0]!r}", hint=f"keys: {', '.join(COMPONENTS)}, [[rule]]")
@@ -155,14 +155,6 @@ def parse_recipe(text: bytes, *, where: str) -> tuple[dict[str, Choice], tuple[R
     if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
         raise UsageError(f"{where}: rule must be a table", hint="write [[rule]] with match and scheme below it")
     return components, tuple(_rule(rule, f"{where}: rule {number}") for number, rule in enumerate(rules, 1))
-
-
-def _toml(text: str) -> dict[str, Any]:
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    return tomllib.loads(text)
 
 
 def _choice(value: Any, *, where: str) -> Choice:
@@ -187,7 +179,7 @@ def _rule(table: Mapping[str, Any], where: str) -> Rule:
     if match.startswith("re:"):
         try:
             re.compile(match[3:])
-        except re.error as error:
+        except (re.error, RecursionError, OverflowError) as error:
             raise UsageError(
                 f"{where}: {match!r} is no pattern ({error})", hint="escape the dots: re:.*\\.q_proj"
             ) from None

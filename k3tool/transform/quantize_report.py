@@ -9,10 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from k3tool.checkpoint.outside import corrupt, parse_object, read_file, shown
+from k3tool.errors import CheckpointCorrupt
 from k3tool.formats.measure import Measured, Weighted, total, total_weighted
 from k3tool.names import component_of, parse_name
 
 REPORT_NAME = "k3tool-quantization.json"
+MAX_REPORT_BYTES = 256 << 20
+_fail = corrupt("what an earlier run recorded here cannot be read: start over with --overwrite")
 WORST = 5
 
 
@@ -38,7 +42,10 @@ COLUMNS = ("name", "from", "to", "values", "source_squares", "stored_squares", "
 def rows_of(compact: Iterable[Sequence[Any]]) -> list[Row]:
     """Rows from their compact form, each module once: ranks may share some."""
     found: dict[str, Row] = {}
-    for path, before, after, *sums in compact:
+    for row in compact:
+        if not isinstance(row, (list, tuple)) or len(row) < 8 or not all(isinstance(text, str) for text in row[:3]):
+            raise _fail(f"{shown(row)} is no row of a quantization")
+        path, before, after, *sums = row
         if path not in found:
             name = parse_name(path + ".weight")
             layer = name.layer if name else None
@@ -48,18 +55,21 @@ def rows_of(compact: Iterable[Sequence[Any]]) -> list[Row]:
 
 
 def compact_rows(notes: Mapping[str, Any]) -> Iterator[Sequence[Any]]:
-    """Compact rows from a ledger's notes: file to what its steps measured."""
+    """Compact rows from a ledger's notes: file to what its steps measured. Raises CheckpointCorrupt."""
     for steps in notes.values():
         for rows in steps or ():
+            if not isinstance(steps, list) or not isinstance(rows, list):
+                raise _fail(f"{shown(steps)} is not what the steps of a quantization measured")
             yield from rows
 
 
 def earlier_rows(folder: Path, plan_id: str) -> list[Row]:
     """What an earlier run of the same job wrote down; empty where there is no such report."""
     try:
-        document = json.loads((folder / REPORT_NAME).read_bytes())
-        return rows_of(document["tensors"]) if document["plan"] == plan_id else []
-    except (OSError, ValueError, KeyError, TypeError):
+        text = read_file(folder / REPORT_NAME, MAX_REPORT_BYTES, fail=_fail)
+        document = parse_object(text, where=REPORT_NAME, fail=_fail, own=True)
+        return rows_of(document.items("tensors")) if document.text("plan") == plan_id else []
+    except (OSError, CheckpointCorrupt):
         return []
 
 

@@ -11,13 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from k3tool.checkpoint.outside import Fields, corrupt, parse_object, read_named
+from k3tool.checkpoint.source import Source
 from k3tool.config import K3Config
-from k3tool.errors import CheckpointCorrupt
 from k3tool.layout import MAX_RANKS, Layout, expert_block, padded_vocab, rank_folder, stages
 from k3tool.transform.reshard import LAYOUT_NAME, Join
 
 VERSION = 1
 MAX_RECORD_BYTES = 256 << 20
+_fail = corrupt("write the ranks again from the checkpoint")
 _SPLITS = ("heads", "rows", "columns", "vocabulary", "replicated", "shape")
 
 
@@ -59,39 +61,33 @@ class LayoutRecord:
         return json.dumps(document, indent=1, ensure_ascii=False).encode() + b"\n"
 
 
+def read_record(source: Source) -> LayoutRecord:
+    """Raises CheckpointCorrupt for anything that k3tool did not write."""
+    text = read_named(source, LAYOUT_NAME, MAX_RECORD_BYTES, fail=_fail)
+    return parse_record(text, where=f"{source.label}/{LAYOUT_NAME}")
+
+
 def parse_record(text: bytes, *, where: str = LAYOUT_NAME) -> LayoutRecord:
     """Raises CheckpointCorrupt for anything that k3tool did not write."""
-    try:
-        document = json.loads(text)
-        if document["k3tool_layout"] != VERSION:
-            raise ValueError(f"version {document['k3tool_layout']!r}, this k3tool reads {VERSION}")
-        layout = Layout(**{key: _count(document["layout"][key]) for key in ("tp", "ep", "pp")})
-        if document["form"] not in ("ranks", "hf") or layout.ranks > MAX_RANKS or document["ranks"] != layout.ranks:
-            raise ValueError(f"form {document['form']!r}, {document['ranks']!r} ranks")
-        return LayoutRecord(
-            document["form"],
-            layout,
-            int(document["tensors"]),
-            int(document["total_size"]),
-            {str(role): _join(entry) for role, entry in document.get("joins", {}).items()},
-            {str(name): _join(entry) for name, entry in document.get("exceptions", {}).items()},
-        )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointCorrupt(
-            f"{where}: not a layout that k3tool wrote ({error})", hint="write the ranks again from the checkpoint"
-        ) from None
+    where = f"{where}: not a layout that k3tool wrote"
+    document = parse_object(text, where=where, fail=_fail)
+    if document.integer("k3tool_layout") != VERSION:
+        raise document.bad("k3tool_layout", f"{VERSION}, which this k3tool reads")
+    section = document.fields("layout")
+    layout = Layout(*(section.integer(key, low=1, high=MAX_RANKS) for key in ("tp", "ep", "pp")))
+    if document.integer("ranks", low=1, high=MAX_RANKS) != layout.ranks:
+        raise document.bad("ranks", f"{layout.ranks} for {layout}")
+    return LayoutRecord(
+        document.text("form", choices=("ranks", "hf")),
+        layout,
+        document.integer("tensors"),
+        document.integer("total_size"),
+        {role: _join(entry) for role, entry in document.each("joins", {})},
+        {name: _join(entry) for name, entry in document.each("exceptions", {})},
+    )
 
 
-def _count(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_RANKS:
-        raise ValueError(f"{value!r} is no number of ranks")
-    return value
-
-
-def _join(entry: Any) -> Join:
-    axis, stored, content = entry["axis"], entry["stored"], entry["content"]
-    if entry["split"] not in _SPLITS or axis not in (None, 0, 1, 2, 3, 4, 5, 6, 7):
-        raise ValueError(f"split {entry['split']!r} along {axis!r}")
-    if not (type(stored) is int and type(content) is int and 0 <= content <= stored <= 2**48):
-        raise ValueError(f"extent {stored!r}, content {content!r}")
-    return Join(entry["split"], axis, stored, content)
+def _join(entry: Fields) -> Join:
+    stored = entry.integer("stored", high=2**48)
+    axis, content = entry.integer("axis", None, high=7), entry.integer("content", high=stored)
+    return Join(entry.text("split", choices=_SPLITS), axis, stored, content)

@@ -129,10 +129,14 @@ def test_a_rank_with_tensors_of_another_is_noticed(ranks):
     [
         ("layout", {"tp": 4, "ep": 1, "pp": 1}, r"config\.json says"),
         ("ranks", 5, "not a layout that k3tool wrote"),
-        ("k3tool_layout", 99, "version 99"),
-        ("layout", {"tp": 0, "ep": 2, "pp": 2}, "no number of ranks"),
+        ("k3tool_layout", 99, "k3tool_layout must be 1, which this k3tool reads, found 99"),
+        ("layout", {"tp": 0, "ep": 2, "pp": 2}, "tp must be a whole number of at least 1, found 0"),
         ("joins", {}, "does not say how"),
-        ("joins", {"kda/self_attn.q_proj.weight": {"split": "x", "axis": 0, "stored": 1, "content": 1}}, "split 'x'"),
+        (
+            "joins",
+            {"kda/self_attn.q_proj.weight": {"split": "x", "axis": 0, "stored": 1, "content": 1}},
+            "split must be one of .*, found 'x'",
+        ),
     ],
 )
 def test_a_layout_file_that_lies_is_refused(ranks, key, value, match):
