@@ -31,7 +31,7 @@ from k3tool.errors import CheckpointCorrupt, PartlyDone, UsageError
 LEDGER_FOLDER = ".k3tool"
 MAX_JOB_BYTES = 16 << 20
 MAX_JOURNAL_BYTES = 512 << 20  # a line for each file, with what was measured of each of its tensors
-_unknown = corrupt("start over with --overwrite")
+_unknown = corrupt("start over with --overwrite, or name another folder: nothing says whose work is unfinished here")
 SHARED_PATIENCE_S = 2.0
 
 
@@ -145,19 +145,17 @@ class Ledger:
         if self.overwrite:
             self._clear()
         if path.is_file():
-            with contextlib.suppress(CheckpointCorrupt):  # what says nothing of its job is forgotten below
-                with disk_errors(path):
-                    text = read_file(path, MAX_JOB_BYTES, fail=_unknown)
-                job = parse_object(text, where=str(path), fail=_unknown, own=True)
-                identity, facts = job.text("id"), job.mapping("facts", {})
-                if identity != self.identity:
-                    raise UsageError(
-                        f"{self.folder} holds the unfinished work of another command: {job.text('command', '')[:1000]}",
-                        hint="finish that one, name another folder, or start over with --overwrite",
-                    )
-                self.facts = dict(facts)
-                return
-            self._clear()
+            with disk_errors(path):
+                text = read_file(path, MAX_JOB_BYTES, fail=_unknown)
+            job = parse_object(text, where=str(path), fail=_unknown, own=True)
+            identity, facts = job.text("id"), job.mapping("facts", {})
+            if identity != self.identity:
+                raise UsageError(
+                    f"{self.folder} holds the unfinished work of another command: {job.text('command', '')[:1000]}",
+                    hint="finish that one, name another folder, or start over with --overwrite",
+                )
+            self.facts = dict(facts)
+            return
         document = {"id": self.identity, "command": self.command, "facts": self.facts}
         self.is_new = True
         write_atomic(path, json.dumps(document).encode())
