@@ -25,7 +25,7 @@ OTHERS: list[Any] = [None, "7", "", -1, 1.5, 10**39, True, [], [1], {}, {"a": {}
 SUMS = [4, 1.0, 1.0, 0.0, 0.0]
 
 MANIFEST = {"command": "reshard", "source": "s", "revision": None, "files": {"a": {"size": 1, "sha256": DIGEST}}}
-NOTE = {"plan": "p", "dest": "d", "shards": {"a": 1}, "complete": False}
+NOTE = {"plan": "p", "dest": "d", "shards": {"a.safetensors": 1}, "complete": False}
 LAYOUT = {"k3tool_layout": 1, "form": "ranks", "layout": {"tp": 2, "ep": 1, "pp": 1}, "ranks": 2, "tensors": 1,
           "total_size": 2, "joins": {"r": {"split": "rows", "axis": 0, "stored": 2, "content": 1}}}  # fmt: skip
 DONE = {"file": "a", "size": 1, "sha256": DIGEST, "stamp": [1, 2, 3], "note": None}
