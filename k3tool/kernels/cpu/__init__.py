@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 from functools import cache
 
+from k3tool.errors import UsageError
+
 log = logging.getLogger(__name__)
 
 __all__ = ["available", "problem"]
@@ -26,6 +28,8 @@ def problem() -> str:
         from k3tool.kernels.cpu import pool
 
         pool.shared()
+    except UsageError:
+        raise
     except Exception as error:  # llvmlite raises ImportError, OSError and RuntimeError, depending on the machine
         log.warning("compiled CPU kernels are not available here (%s); using torch, which is slower", error)
         return f"compiled CPU kernels are not available here ({error})"

@@ -2,12 +2,15 @@
 
 Kernels ask `Target` how wide vectors are and which table look-up exists; everything else is portable LLVM IR.
 Compiling takes fractions of a second per kernel and needs no C compiler; what was compiled is kept (see `objects`).
+`K3TOOL_CPU` (sse, avx2, avx512, avx512bf16) makes an x86 processor pass for one without the later instructions, so that
+one machine can test what several would run.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import os
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,7 +19,12 @@ import llvmlite
 import llvmlite.binding as llvm
 from llvmlite import ir
 
+from k3tool.errors import UsageError
 from k3tool.kernels.cpu import objects
+
+LEVELS = ("sse", "avx2", "avx512", "avx512bf16")
+"""What `K3TOOL_CPU` may say: the last instructions that are used."""
+_WITH_AVX = ("avx", "fma", "f16c", "xop", "vaes", "vpclmulqdq")  # names of features that need 256-bit registers
 
 log = logging.getLogger(__name__)
 
@@ -51,12 +59,30 @@ def architecture() -> str:
     return llvm.get_process_triple().split("-")[0]
 
 
+def level() -> str | None:
+    """What `K3TOOL_CPU` limits this processor to, or None. Raises UsageError."""
+    asked = os.environ.get("K3TOOL_CPU") or None
+    if asked is not None and asked not in LEVELS:
+        raise UsageError(
+            f"K3TOOL_CPU={asked}: no such processor", hint=f"one of {', '.join(LEVELS)}, or leave it unset"
+        )
+    return asked
+
+
+def limited(features: dict[str, bool], most: str | None) -> dict[str, bool]:
+    """A feature list without what came after `most` of `LEVELS`; whole with None."""
+    if most is None:
+        return features
+    later = {"sse": _WITH_AVX, "avx2": ("avx512", "avx10"), "avx512": ("avx512bf16", "avx512fp16"), "avx512bf16": ()}
+    return {name: on and not name.startswith(later[most]) for name, on in features.items()}
+
+
 @cache
 def host() -> Target:
     """This machine. Raises whatever llvmlite raises where it cannot tell."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    features = dict(llvm.get_host_cpu_features())
+    features = limited(dict(llvm.get_host_cpu_features()), level())
     return describe(llvm.get_process_triple(), llvm.get_host_cpu_name(), features)
 
 

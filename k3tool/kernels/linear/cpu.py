@@ -141,7 +141,9 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 @cache
 def _has_bfloat16_units() -> bool:
-    """Does torch multiply bfloat16 on this processor in hardware (AVX512-BF16 or AMX)?"""
+    """Does torch multiply bfloat16 on this processor in hardware (AVX512-BF16 or AMX), and may it?"""
+    if target.level() in target.LEVELS[:-1]:
+        return False
     checks = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
     return any(check is not None and check() for check in checks)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from k3tool.errors import UsageError
 from k3tool.kernels import cpu as compiled
 from k3tool.kernels.dispatch import use
 from k3tool.kernels.linear import linear
@@ -139,3 +140,23 @@ def test_torch_takes_over_and_says_so_once() -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()
     assert [text.startswith("WARNING compiled CPU kernels are not available here") for text in lines] == [True]
+
+
+def test_a_processor_can_pass_for_an_older_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    features = {"avx512bw": True, "avx512vl": True, "avx512bf16": True, "avx2": True, "avx": True, "fma": True, "ssse3": True, "sse2": True, "sha": False}  # fmt: skip
+    triple = "x86_64-unknown-linux-gnu"
+    lanes = {}
+    for level in target.LEVELS:
+        kept = target.limited(features, level)
+        assert kept.keys() == features.keys() and kept["sse2"] and not kept["sha"]
+        lanes[level] = target.describe(triple, "znver4", kept).float_lanes
+        assert kept["avx512bf16"] == (level == "avx512bf16")
+    assert lanes == {"sse": 4, "avx2": 8, "avx512": 16, "avx512bf16": 16}
+    assert target.limited(features, None) == features
+    monkeypatch.setattr(linear_cpu.torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    for level, native in (("avx512", False), ("avx512bf16", True), ("", True)):
+        monkeypatch.setenv("K3TOOL_CPU", level)
+        assert linear_cpu._has_bfloat16_units.__wrapped__() == native
+    monkeypatch.setenv("K3TOOL_CPU", "avx1024")
+    with pytest.raises(UsageError, match="K3TOOL_CPU=avx1024"):
+        target.host.__wrapped__()
