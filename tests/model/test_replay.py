@@ -174,6 +174,25 @@ print(*(name for name in sys.modules if name in ("torch._dynamo", "torch._induct
     assert ran.stdout.strip() == ""
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_no_way_of_running_imports_it(folders: dict[str, Path], tmp_path: Path, backend: str) -> None:
+    """Nor do the whole command, its check, its files, and sampling."""
+    script = """
+import sys
+from k3tool.cli import app
+folder, out, backend = sys.argv[1:]
+plain = ["run", folder, "--input-ids", "1 2 3", "--max-new-tokens", "4", "--backend", backend, "--quiet"]
+for more in (["--check"], ["--logits-out", f"{out}/logits"], ["--save-activations", f"{out}/inputs"],
+             ["--temperature", "0.7", "--top-p", "0.9", "--seed", "1", "--dtype", "float32"], ["--json", "--layers", "3"]):
+    assert app.run(plain + more) == 0, more
+print("imported", *(name for name in sys.modules if name in ("torch._dynamo", "torch._inductor", "sympy")))
+"""
+    arguments = [sys.executable, "-c", script, folders["released"], tmp_path, backend]
+    ran = subprocess.run(arguments, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines()[-1] == "imported"
+
+
 def test_working_memory_of_a_recording_is_its_own() -> None:
     """Elsewhere it may be replaced by a larger piece at any time."""
     from k3tool.kernels.cpu.scratch import Scratch
