@@ -2,7 +2,8 @@
 
 Everything here follows from configuration values; no tensor is named and no byte is read. TP splits heads and
 intermediate widths, EP deals whole experts out in contiguous blocks, PP deals whole layers out in contiguous stages.
-Ranks are numbered with TP innermost and PP outermost, so that the ranks of one TP group are neighbours (one node).
+Ranks are numbered with TP innermost and PP outermost, so that the ranks of one TP group are neighbours. They share a
+node where the node's GPUs are a multiple of TP: groups of 6 would straddle nodes of 8.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from math import isqrt
 from typing import NamedTuple
 
 from k3tool.checkpoint.outside import Fields, corrupt
 from k3tool.config import K3Config
 from k3tool.errors import UnsupportedError, UsageError
+from k3tool.units import plural
 
-NODE_GPUS = 8  # TP is kept inside this many GPUs where there is a choice: it talks twice in every layer
+NODE_GPUS = 8  # TP groups are kept inside nodes of this many GPUs where there is a choice: it talks twice a layer
 MAX_RANKS = 100_000
 _EXPERT_GROUP = {"mxfp4": 32, "nvfp4": 16}
 
@@ -91,6 +94,17 @@ def share_of(config: K3Config) -> tuple[Layout, Place] | None:
     return layout, layout.place(section.integer("rank", high=layout.ranks - 1))
 
 
+INSIDE, WHOLE_NODES, STRADDLES = range(3)
+"""Where the ranks of one TP group are: in one node each, in whole nodes, or in parts of several; the best first."""
+
+
+def tp_placement(layout: Layout, node_gpus: int) -> int:
+    """INSIDE, WHOLE_NODES or STRADDLES. Ranks fill nodes of `node_gpus` in order."""
+    if layout.ranks <= node_gpus or node_gpus % layout.tp == 0:
+        return INSIDE
+    return WHOLE_NODES if layout.tp % node_gpus == 0 else STRADDLES
+
+
 def rank_folder(rank: int, ranks: int) -> str:
     """`rank-00003-of-00016`, counted from 0."""
     return f"rank-{rank:05d}-of-{ranks:05d}"
@@ -131,8 +145,16 @@ def expert_group_size(config: K3Config) -> int:
     return _EXPERT_GROUP.get(config.expert_scheme, 1)
 
 
-def problems(config: K3Config, layout: Layout) -> list[str]:
-    """Why `config` cannot have `layout`, one reason each; empty where it can."""
+def redundant_experts(config: K3Config, ep: int) -> int:
+    """The fewest experts held twice that make the experts divisible by `ep`."""
+    return -config.num_experts % ep
+
+
+def problems(config: K3Config, layout: Layout, redundant: int = 0) -> list[str]:
+    """Why `config` cannot have `layout`, one reason each; empty where it can.
+
+    redundant: experts of which serving engines keep a second copy, so that every EP rank holds equally many.
+    """
     found: list[str] = []
     tp, ep, pp = layout.tp, layout.ep, layout.pp
 
@@ -157,8 +179,12 @@ def problems(config: K3Config, layout: Layout) -> list[str]:
             )
         if config.num_shared_experts:
             divides("the shared experts' intermediate width", config.shared_intermediate_size)
-        if config.num_experts % ep:
-            found.append(f"EP {ep} does not divide the experts ({config.num_experts})")
+        slots = config.num_experts + redundant
+        if slots % ep:
+            copies = f" + {redundant} redundant" if redundant else ""
+            found.append(f"EP {ep} does not divide the experts ({config.num_experts}{copies})")
+        elif slots // ep > config.num_experts:
+            found.append(f"EP {ep} would hold {slots // ep} experts a rank, the model has {config.num_experts}")
     elif ep > 1:
         found.append(f"EP {ep} has no experts to deal out: this model is dense")
     if pp > config.num_layers:
@@ -166,38 +192,69 @@ def problems(config: K3Config, layout: Layout) -> list[str]:
     return found
 
 
-def check(config: K3Config, layout: Layout) -> None:
+def check(config: K3Config, layout: Layout, redundant: int = 0) -> None:
     """Raises UnsupportedError (exit 14) with every reason and the nearest possible layouts."""
-    reasons = problems(config, layout)
+    reasons = problems(config, layout, redundant)
     if reasons:
-        near = nearest(config, layout)
-        raise UnsupportedError(
-            f"{layout} is impossible for this model: {'; '.join(reasons)}",
-            hint="possible: " + ", ".join(f"{item} ({item.ranks} GPUs)" for item in near),
-            reasons=reasons,
-            nearest=[item.as_json() for item in near],
+        raise _impossible(
+            f"{layout} is impossible for this model: {_joined(reasons)}", reasons, nearest(config, layout)
         )
 
 
+def _joined(reasons: list[str]) -> str:
+    """`TP 5 does not divide a; TP 5 does not divide b` as `TP 5 does not divide a, b`."""
+    said: list[str] = []
+    for reason in reasons:
+        head, verb, what = reason.partition(" does not divide ")
+        if verb and said and said[-1].startswith(head + verb):
+            said[-1] += f", {what}"
+        else:
+            said.append(reason)
+    return "; ".join(said)
+
+
+def _impossible(message: str, reasons: list[str], near: list[Layout]) -> UnsupportedError:
+    return UnsupportedError(
+        message,
+        hint="possible: " + ", ".join(f"{item} ({plural(item.ranks, 'GPU')})" for item in near),
+        reasons=reasons,
+        nearest=[item.as_json() for item in near],
+    )
+
+
 def candidates(
-    config: K3Config, gpus: int, tp: int | None = None, ep: int | None = None, pp: int | None = None
+    config: K3Config,
+    gpus: int,
+    tp: int | None = None,
+    ep: int | None = None,
+    pp: int | None = None,
+    *,
+    node_gpus: int = NODE_GPUS,
+    redundant: int = 0,
 ) -> list[Layout]:
     """Every possible layout of exactly `gpus` ranks with the given factors fixed, the preferred one first.
 
-    Preferred: TP within a node, few stages, then as much TP as that allows (it splits everything that is large),
-    the rest EP.
+    Preferred: TP groups inside nodes, else in whole nodes; few stages; then as much TP as that allows (it splits
+    everything that is large), the rest EP.
     """
     found = [
         layout
         for layout in _factorizations(gpus)
         if (tp in (None, layout.tp) and ep in (None, layout.ep) and pp in (None, layout.pp))
-        and not problems(config, layout)
+        and not problems(config, layout, redundant)
     ]
-    return sorted(found, key=lambda item: (item.tp > NODE_GPUS, item.pp, -item.tp))
+    return sorted(found, key=lambda item: (tp_placement(item, node_gpus), item.pp, -item.tp))
 
 
 def choose(
-    config: K3Config, gpus: int | None, tp: int | None = None, ep: int | None = None, pp: int | None = None
+    config: K3Config,
+    gpus: int | None,
+    tp: int | None = None,
+    ep: int | None = None,
+    pp: int | None = None,
+    *,
+    node_gpus: int = NODE_GPUS,
+    redundant: int = 0,
 ) -> Choice:
     """The layout for `gpus` ranks with what was given kept and the rest chosen, and the reason in a sentence.
 
@@ -207,24 +264,59 @@ def choose(
     given = (tp or 1) * (ep or 1) * (pp or 1)
     total = given if gpus is None else gpus
     if total < 1 or total > MAX_RANKS:
-        raise UsageError(f"{total} GPUs is out of range", hint=f"give 1 to {MAX_RANKS}")
+        raise UsageError(f"{plural(total, 'GPU')} is out of range", hint=f"give 1 to {MAX_RANKS}")
     free = [name for name, value in (("TP", tp), ("EP", ep), ("PP", pp)) if value is None]
     if total % given or (not free and total != given):
         raise UsageError(
-            f"{_given(tp, ep, pp)} does not make {total} GPUs",
+            f"{_given(tp, ep, pp)} does not make {plural(total, 'GPU')}",
             hint="GPUs = TP x EP x PP; leave one out to have it chosen",
         )
-    if not free:
+    if total == given:
         layout = Layout(tp or 1, ep or 1, pp or 1)
-        check(config, layout)
-        return Choice(layout, "as given")
-    possible = candidates(config, total, tp, ep, pp)
+        check(config, layout, redundant)
+        return Choice(layout, "as given" if total > 1 or not free else "nothing is divided")
+    possible = candidates(config, total, tp, ep, pp, node_gpus=node_gpus, redundant=redundant)
     if not possible:
-        # Explain with the layout the user most likely meant: what is left goes to the first free factor.
-        rest = total // given
-        check(config, _fill(tp, ep, pp, rest))
-        raise AssertionError("unreachable: an impossible layout has a reason")
-    return Choice(possible[0], _why(possible[0], free, len(possible)))
+        raise _none_possible(config, total, tp, ep, pp, redundant)
+    return Choice(possible[0], _why(possible[0], free, len(possible), node_gpus))
+
+
+def _none_possible(
+    config: K3Config, total: int, tp: int | None, ep: int | None, pp: int | None, redundant: int
+) -> UnsupportedError:
+    """What was given is impossible by itself, or nothing makes `total` of the rest."""
+    check(config, Layout(tp or 1, ep or 1, pp or 1), redundant)
+    rest = total // ((tp or 1) * (ep or 1) * (pp or 1))
+    reasons: list[str] = []
+    if tp is None:
+        heads = config.num_heads if "mla" in config.layer_kinds else config.kda_num_heads
+        reasons.append(f"TP has to divide the {heads} heads")
+    if ep is None and config.moe_layers:
+        copies = f" + {redundant} redundant" if redundant else ""
+        reasons.append(f"EP the {config.num_experts}{copies} experts")
+    if pp is None:
+        reasons.append(f"PP may have {config.num_layers} stages at most")
+    given = _given(tp, ep, pp)
+    free = " x ".join(name for name, value in (("TP", tp), ("EP", ep), ("PP", pp)) if value is None)
+    what = (
+        f"no layout of {plural(total, 'GPU')} has {given}, as {free} would have to make {rest}"
+        if given
+        else (f"no layout of {plural(total, 'GPU')} exists")
+    )
+    near = nearest(config, Layout(tp or 1, ep or 1, pp or 1)) if given else _near_counts(config, total)
+    return _impossible(f"{what}: {', '.join(reasons)}", reasons, near)
+
+
+def _near_counts(config: K3Config, total: int, limit: int = 3) -> list[Layout]:
+    """The preferred layout of each of the nearest numbers of GPUs that have one."""
+    found: list[Layout] = []
+    step = 1
+    while len(found) < limit and step < total + 16:
+        for count in (total - step, total + step):
+            possible = candidates(config, count) if count >= 1 and len(found) < limit else []
+            found += possible[:1]
+        step += 1
+    return found
 
 
 def nearest(config: K3Config, wanted: Layout, limit: int = 3) -> list[Layout]:
@@ -250,10 +342,16 @@ def _distance(layout: Layout, wanted: Layout) -> tuple[float, Layout]:
     return ratio, layout
 
 
+def divisors(number: int) -> list[int]:
+    """Ascending."""
+    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
 def _factorizations(ranks: int) -> Iterator[Layout]:
-    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
-    for tp in divisors:
-        for ep in divisors:
+    factors = divisors(ranks)
+    for tp in factors:
+        for ep in factors:
             if ranks % (tp * ep) == 0:
                 yield Layout(tp, ep, ranks // (tp * ep))
 
@@ -262,25 +360,24 @@ def _given(tp: int | None, ep: int | None, pp: int | None) -> str:
     return " x ".join(f"{name}{value}" for name, value in (("TP", tp), ("EP", ep), ("PP", pp)) if value is not None)
 
 
-def _fill(tp: int | None, ep: int | None, pp: int | None, rest: int) -> Layout:
-    if tp is None:
-        return Layout(rest, ep or 1, pp or 1)
-    if ep is None:
-        return Layout(tp, rest, pp or 1)
-    return Layout(tp, ep, rest)
-
-
-def _why(layout: Layout, free: list[str], count: int) -> str:
+def _why(layout: Layout, free: list[str], count: int, node_gpus: int) -> str:
     if count == 1:
-        return f"{layout} is the only possible layout for {layout.ranks} GPUs with what was given"
+        given = " with what was given" if len(free) < 3 else ""
+        return f"the only possible layout of {plural(layout.ranks, 'GPU')}{given}"
     words: list[str] = []
     if layout.tp > 1:
-        where = (
-            f"stays inside a node of {NODE_GPUS}" if layout.tp <= NODE_GPUS else f"goes beyond a node of {NODE_GPUS}"
-        )
-        words.append(f"TP {layout.tp} {where} and splits every large matrix")
+        words.append(f"TP {layout.tp} {_where(layout, node_gpus)} and splits every large matrix")
     if layout.ep > 1:
         words.append(f"EP {layout.ep} deals out whole experts")
     if layout.pp > 1:
-        words.append(f"PP {layout.pp} takes what neither can divide")
+        words.append(f"PP {layout.pp} takes the rest" if "PP" in free else f"PP {layout.pp} as given")
     return f"chosen among {count} possible layouts ({', '.join(free)} free): {', '.join(words) or 'nothing is divided'}"
+
+
+def _where(layout: Layout, node_gpus: int) -> str:
+    placement = tp_placement(layout, node_gpus)
+    if placement == INSIDE:
+        return f"stays inside a node of {node_gpus}"
+    if placement == WHOLE_NODES:
+        return f"spans {layout.tp // node_gpus} whole nodes of {node_gpus}"
+    return f"straddles nodes of {node_gpus}"

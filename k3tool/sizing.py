@@ -19,7 +19,7 @@ from k3tool.checkpoint.index import INDEX_NAME, SINGLE_NAME
 from k3tool.checkpoint.reader import Checkpoint
 from k3tool.checkpoint.table import Kind, TensorTable
 from k3tool.config import K3Config
-from k3tool.errors import CheckpointCorrupt
+from k3tool.errors import CheckpointCorrupt, UnsupportedError
 from k3tool.layout import Layout, Place, stages
 from k3tool.names import TensorName, component_of, parse_name
 from k3tool.transform.split import EXPERT, Rule, Splitter
@@ -54,6 +54,7 @@ class Inventory:
         self.tensors = list(tensors)
         self._splitter = Splitter(config)
         self._divided: dict[int, dict[tuple[TensorName, Rule], dict[str, int]]] = {}
+        self._refused: dict[int, UnsupportedError] = {}  # by TP, as those above
 
     @classmethod
     def from_config(cls, config: K3Config) -> Inventory:
@@ -134,29 +135,37 @@ class Inventory:
                 stored.append(Stored(name, Kind(dtype, dims), layers, tensor.experts))
         return Inventory(config, stored)
 
-    def weights(self, layout: Layout) -> list[dict[str, int]]:
+    def weights(self, layout: Layout, redundant: int = 0) -> list[dict[str, int]]:
         """Bytes by component of one rank of each PP stage. The TP and EP ranks of a stage hold equally much.
 
-        Raises UnsupportedError where a tensor's storage cannot be divided so, CheckpointCorrupt for a shape or a name
-        that the configuration does not imply.
+        redundant: experts of each layer that are held twice. Raises UnsupportedError where a tensor's storage cannot
+        be divided so, CheckpointCorrupt for a shape or a name that the configuration does not imply.
         """
         result: list[dict[str, int]] = [dict.fromkeys(COMPONENTS, 0) for _ in range(layout.pp)]
+        experts = self.config.num_experts
         for (name, rule), components in self._on_one_tp_rank(layout.tp).items():
-            shared = layout.ep if rule.owner == EXPERT else 1
-            for stage, _ in self._splitter.owners(name, rule, layout):
+            held, of = ((experts + redundant) // layout.ep, experts) if rule.owner == EXPERT else (1, 1)
+            stages_of = self._splitter.owners(name, rule, replace(layout, ep=1))
+            for stage, _ in stages_of:
                 for component, nbytes in components.items():
-                    result[stage][component] += nbytes // shared
+                    result[stage][component] += nbytes * held // of
         return result
 
     def _on_one_tp_rank(self, tp: int) -> dict[tuple[TensorName, Rule], dict[str, int]]:
         """Bytes by component, summed over what has the same owners: a layer's tensors, a layer's experts, and the
         modules at either end. The key names one of the tensors and its rule."""
+        if tp in self._refused:
+            raise self._refused[tp]
         if tp not in self._divided:
             kept: dict[tuple[TensorName, Rule], dict[str, int]] = {}
             first: dict[tuple[int | None, str], tuple[TensorName, Rule]] = {}
             for tensor in self.tensors:
                 rule = self._rule(tensor)
-                cut = self._splitter.cut(tensor.name, rule, tensor.kind, tp)
+                try:
+                    cut = self._splitter.cut(tensor.name, rule, tensor.kind, tp)
+                except UnsupportedError as error:
+                    self._refused[tp] = error
+                    raise
                 nbytes = _nbytes(tensor.kind.dtype, cut.shape(tensor.kind.shape)) * tensor.experts
                 component = self._component(tensor.name)
                 for layer in tensor.layers or (None,):
@@ -310,12 +319,15 @@ def _kinds(config: K3Config, layers: Iterable[int], kind: str) -> int:
     return sum(config.layer_kinds[layer] == kind for layer in layers)
 
 
-def stage_memory(inventory: Inventory, layout: Layout, workload: Workload) -> list[RankMemory]:
-    """The first rank of every PP stage; the other ranks of a stage hold equally much."""
+def stage_memory(inventory: Inventory, layout: Layout, workload: Workload, redundant: int = 0) -> list[RankMemory]:
+    """The first rank of every PP stage; the other ranks of a stage hold equally much.
+
+    redundant: experts of each layer that are held twice (see `layout.redundant_experts`).
+    """
     config, sequences = inventory.config, workload.per_rank(layout)
     result: list[RankMemory] = []
     layers_of = stages(config.num_layers, layout.pp)
-    for stage, weights in enumerate(inventory.weights(layout)):
+    for stage, weights in enumerate(inventory.weights(layout, redundant)):
         layers = layers_of[stage]
         result.append(
             RankMemory(
@@ -330,7 +342,7 @@ def stage_memory(inventory: Inventory, layout: Layout, workload: Workload) -> li
     return result
 
 
-def rank_memory(inventory: Inventory, layout: Layout, workload: Workload) -> list[RankMemory]:
+def rank_memory(inventory: Inventory, layout: Layout, workload: Workload, redundant: int = 0) -> list[RankMemory]:
     """Every rank, in order."""
-    by_stage = stage_memory(inventory, layout, workload)
+    by_stage = stage_memory(inventory, layout, workload, redundant)
     return [replace(by_stage[place.pp_rank], place=place) for place in layout.places()]

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from k3tool.config import K3Config
 from k3tool.errors import UnsupportedError, UsageError
 from k3tool.layout import (
+    INSIDE,
+    WHOLE_NODES,
     Layout,
     candidates,
     check,
@@ -21,8 +23,10 @@ from k3tool.layout import (
     padded_vocab,
     problems,
     rank_folder,
+    redundant_experts,
     stage_of,
     stages,
+    tp_placement,
 )
 from k3tool.synthetic import tiny_config
 
@@ -94,7 +98,7 @@ def test_the_release_has_exactly_these_factors(k3):
 def test_impossible_layouts_say_why_and_what_is_near(k3, layout, reason):
     with pytest.raises(UnsupportedError) as caught:
         check(k3, layout)
-    assert reason in caught.value.message
+    assert reason in caught.value.details["reasons"]
     near = nearest(k3, layout)
     assert 1 <= len(near) <= 3 and all(str(item) in caught.value.hint for item in near)
     assert not any(problems(k3, item) for item in near)
@@ -145,5 +149,66 @@ def test_factors_that_contradict_are_usage(k3):
         choose(k3, 16, 3)
     with pytest.raises(UsageError, match="out of range"):
         choose(k3, 0)
-    with pytest.raises(UnsupportedError, match="TP97"):
+
+
+def test_where_nothing_makes_the_number_the_reason_is_about_the_number(k3):
+    with pytest.raises(UnsupportedError) as caught:
         choose(k3, 97)
+    assert caught.value.message == (
+        "no layout of 97 GPUs exists: TP has to divide the 96 heads, EP the 896 experts, PP may have 93 stages at most"
+    )
+    assert "TP8 x EP4 x PP3 (96 GPUs)" in caught.value.hint
+    with pytest.raises(UnsupportedError, match="no layout of 194 GPUs has TP2, as EP x PP would have to make 97"):
+        choose(k3, 194, tp=2)
+    with pytest.raises(UnsupportedError) as caught:  # what was given is impossible whatever the rest
+        choose(k3, 14, tp=7)
+    assert caught.value.message.startswith("TP7 x EP1 x PP1 is impossible for this model: TP 7 does not divide the KDA")
+    assert caught.value.message.count("does not divide") == 1 and len(caught.value.details["reasons"]) == 5
+
+
+@pytest.mark.parametrize(
+    ("gpus", "node", "expected", "says"),
+    [
+        (24, 8, Layout(8, 1, 3), "TP 8 stays inside a node of 8"),
+        (96, 8, Layout(8, 4, 3), "TP 8 stays inside a node of 8"),
+        (12, 8, Layout(4, 1, 3), "TP 4 stays inside a node of 8"),
+        (6, 8, Layout(6, 1, 1), "TP 6 stays inside a node of 8"),  # one node, not filled
+        (8, 4, Layout(4, 2, 1), "TP 4 stays inside a node of 4"),
+        (72, 72, Layout(24, 1, 3), "TP 24 stays inside a node of 72"),
+        (12, 6, Layout(6, 2, 1), "TP 6 stays inside a node of 6"),
+    ],
+)
+def test_tp_groups_are_kept_inside_nodes(k3, gpus, node, expected, says):
+    choice = choose(k3, gpus, node_gpus=node)
+    assert choice.layout == expected and says in choice.reason
+
+
+@given(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 24]), st.integers(1, 6), st.sampled_from([4, 6, 8, 72]))
+def test_placement_is_what_counting_nodes_gives(tp, groups, node):
+    layout = Layout(tp, groups, 1)
+    nodes = [{rank // node for rank in range(g * tp, (g + 1) * tp)} for g in range(groups)]
+    found = tp_placement(layout, node)
+    assert (found == INSIDE) == all(len(held) == 1 for held in nodes)
+    if found == WHOLE_NODES:
+        assert all(len(held) == tp // node for held in nodes) and tp % node == 0
+
+
+def test_a_group_that_straddles_nodes_is_not_called_inside(k3):
+    assert "TP 6 straddles nodes of 8" in choose(k3, 24, tp=6).reason
+    assert "TP 16 spans 2 whole nodes of 8" in choose(k3, 32, tp=16).reason
+    order = candidates(k3, 24)
+    assert order.index(Layout(8, 1, 3)) < order.index(Layout(24, 1, 1)) < order.index(Layout(6, 4, 1))
+
+
+def test_redundant_experts_make_more_divisors(k3):
+    assert redundant_experts(k3, 72) == 40 and redundant_experts(k3, 64) == 0
+    assert problems(k3, Layout(1, 72, 1)) == ["EP 72 does not divide the experts (896)"]
+    assert not problems(k3, Layout(1, 72, 1), 40)
+    assert problems(k3, Layout(1, 72, 1), 39) == ["EP 72 does not divide the experts (896 + 39 redundant)"]
+    assert problems(k3, Layout(1, 2, 1), 898) == ["EP 2 would hold 897 experts a rank, the model has 896"]
+
+
+def test_what_was_given_whole_is_called_so(k3):
+    assert choose(k3, 2, ep=2) == (Layout(1, 2, 1), "as given")
+    assert choose(k3, 95 - 2).reason.startswith("chosen among")
+    assert choose(k3, 22, tp=2).reason == "the only possible layout of 22 GPUs with what was given"

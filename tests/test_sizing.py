@@ -16,10 +16,10 @@ from k3tool.checkpoint.reader import Checkpoint
 from k3tool.checkpoint.table import Kind, TensorTable
 from k3tool.config import K3Config
 from k3tool.errors import CheckpointCorrupt, UnsupportedError, UsageError
-from k3tool.layout import Layout, problems, stages
+from k3tool.layout import Layout, candidates, problems, stages
 from k3tool.names import parse_name
 from k3tool.plan_report import plan_html
-from k3tool.planner import CARDS, MARGIN, Card, divisibility, parse_card, plan_deployment
+from k3tool.planner import CARDS, MARGIN, Card, Finder, divisibility, max_sequences, parse_card, plan_deployment
 from k3tool.sizing import (
     Inventory,
     Workload,
@@ -125,6 +125,75 @@ def test_ranks_share_sequences_as_the_layout_says(k3: Inventory):
     )
     assert Workload(100, 3).tokens_in_flight(Layout(1, 2, 1)) == 200
     assert Workload(1, 20_000).tokens_in_flight(Layout(1, 2, 1)) == 10_000
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.fixed_dictionaries(
+        {
+            "num_layers": st.integers(1, 7),
+            "num_experts": st.sampled_from([0, 4, 6]),
+            "kda_heads": st.sampled_from([4, 6]),
+            "mla_heads": st.just(12),
+            "moe_intermediate_size": st.sampled_from([64, 96]),
+            "intermediate_size": st.just(96),
+        }
+    ),
+    st.floats(0.02, 1.2),
+    st.sampled_from([1, 3, 8]),
+    st.sampled_from([1, 40]),
+    st.sampled_from([0, 2]),
+)
+def test_the_fewest_are_those_of_a_search_over_everything(
+    options: dict[str, Any], share: float, node: int, sequences: int, redundant: int
+):
+    experts = options["num_experts"]
+    config = K3Config.from_dict(tiny_config(experts_per_token=min(2, experts), **options))
+    inventory, load = Inventory.from_config(config), Workload(64, sequences)
+    redundant = redundant if experts else 0
+    card = Card("", int(max(r.total for r in stage_memory(inventory, Layout(), load)) * share), margin=0)
+
+    def fits(layout: Layout) -> bool:
+        return max(rank.total for rank in stage_memory(inventory, layout, load, redundant)) <= card.memory_bytes
+
+    holding = [
+        count
+        for count in range(1, 12 * (experts + redundant or 1) * 7 + 1)
+        if any(fits(layout) for layout in candidates(config, count, redundant=redundant))
+    ]
+    finder = Finder(inventory, load, card, None, node, redundant)
+    assert (finder.fewest.layout.ranks if finder.fewest else None) == (holding[0] if holding else None)
+    whole = [count for count in holding if node % count == 0 or count % node == 0]
+    even = finder.fewest_in_nodes
+    assert (even.layout.ranks if even else None) == (whole[0] if whole else None)
+
+
+def test_every_alternative_says_how_many_sequences_it_has_room_for(k3: Inventory):
+    plan = plan_deployment(k3, source="k3", gpus=8, card=parse_card("b300"))
+    assert plan.alternatives and plan.max_sequences > 0
+    for option in plan.alternatives:
+        room = option.max_sequences
+        assert room == max_sequences(k3, option.layout, 131_072, plan.card)
+        for sequences, fits in ((room, True), (room + option.layout.ep, False)):
+            stage = stage_memory(k3, option.layout, Workload(131_072, sequences))
+            assert (max(rank.total for rank in stage) <= 259_200_000_000) == fits
+
+
+def test_redundant_experts_make_the_expert_parallelism_of_a_rack(k3: Inventory):
+    """72 GPUs with 13 experts each of 896 + 40, as expert load balancers of serving engines place them."""
+    rest = TEXT_WITHOUT_EXPERTS + RELEASE["vision"]
+    one = RELEASE["routed_experts"] // 896  # of all layers
+    plan = plan_deployment(k3, source="k3", gpus=72, card=parse_card("gb200"), node_gpus=72)
+    option = next(option for option in plan.alternatives if option.redundant)
+    assert option.layout == Layout(1, 72, 1) and option.redundant == 40
+    assert option.weights_bytes == rest + 13 * one and option.max_sequences
+    with pytest.raises(UnsupportedError) as caught:
+        plan_deployment(k3, source="k3", ep=72)
+    assert caught.value.hint.endswith("as serving engines do, EP 72 of 13 each: --redundant-experts 40")
+    given = plan_deployment(k3, source="k3", ep=72, redundant=40)
+    assert given.largest.weights["routed_experts"] == 13 * one and len(given.ranks) == 72
+    with pytest.raises(UsageError, match="redundant"):
+        plan_deployment(k3, source="k3", ep=72, redundant=1000)
 
 
 small = st.fixed_dictionaries(
@@ -239,9 +308,16 @@ def test_cards():
     assert parse_card("H200") == Card("h200", 141_000_000_000)
     assert parse_card("80GiB") == Card("", 80 * 2**30)
     assert parse_card("h100").margin_bytes == 8_000_000_000 == MARGIN * CARDS["h100"]
-    for bad in ("h900", "lots", "0"):
-        with pytest.raises(UsageError):
+    for bad, says in (
+        ("h900", "unknown GPU memory 'h900'"),
+        ("-5GB", "a size is positive: '-5GB'"),
+        ("0", "holds nothing"),
+    ):
+        with pytest.raises(UsageError, match=says):
             parse_card(bad)
+    assert parse_card("gb200", 4 * 10**9).margin_bytes == 4 * 10**9
+    with pytest.raises(UsageError, match="leaves nothing of h100"):
+        parse_card("h100", 80 * 10**9)
 
 
 @pytest.mark.parametrize(
@@ -275,11 +351,32 @@ def test_room_for_sequences(k3: Inventory):
         assert again.fits == fits
 
 
-def test_fewest_gpus(k3: Inventory):
-    plan = plan_deployment(k3, source="k3", card=parse_card("h200"))
-    assert plan.layout.ranks == 16 and plan.fits and "fewest" in plan.reason
-    for gpus in range(1, 9):
-        assert not plan_deployment(k3, source="k3", gpus=gpus, card=parse_card("h200")).fits
+@pytest.mark.parametrize(
+    ("card", "fewest", "whole"),
+    [("h200", 14, 16), ("b200", 11, 16), ("mi300x", 10, 16), ("24GB", 84, 88), ("b300", 7, 8)],
+)
+def test_fewest_gpus(k3: Inventory, card: str, fewest: int, whole: int):
+    """The fewest of all are named; the fewest in whole nodes are laid out and called recommended."""
+    plan = plan_deployment(k3, source="k3", card=parse_card(card))
+    assert plan.fits and plan.fewest and plan.fewest_in_nodes
+    assert plan.layout == plan.fewest_in_nodes.layout and plan.layout.ranks == whole
+    assert plan.fewest.layout.ranks == fewest and plan.fewest.fits
+    assert plan.reason.startswith(f"{fewest} GPUs are the fewest that hold it with")
+    assert plan.reason.endswith(f"; {whole} are recommended, the fewest in whole nodes of 8")
+    assert plan_deployment(k3, source="k3", gpus=fewest, card=parse_card(card)).fits
+    assert not plan_deployment(k3, source="k3", gpus=fewest - 1, card=parse_card(card)).fits
+
+
+def test_nodes_of_other_sizes(k3: Inventory):
+    racks = plan_deployment(k3, source="k3", card=parse_card("gb200"), node_gpus=4)
+    assert racks.layout == Layout(4, 1, 3) and "whole nodes of 4" in racks.reason
+    single = plan_deployment(k3, source="k3", card=parse_card("gb200"), node_gpus=72)
+    assert single.layout.ranks == 12 and "12 are recommended, the fewest that divide a node of 72" in single.reason
+
+
+def test_few_gpus_and_no_answer(k3: Inventory):
+    tiny = Inventory.from_config(K3Config.from_dict(tiny_config()))
+    assert plan_deployment(tiny, source="x", card=parse_card("1GB")).reason.startswith("1 GPU is the fewest that hold")
     with pytest.raises(UsageError, match="neither GPUs nor their memory"):
         plan_deployment(k3, source="k3")
     with pytest.raises(UnsupportedError, match="no layout"):
@@ -297,7 +394,9 @@ def test_a_layout_that_fits_is_taken_before_one_that_does_not(k3: Inventory):
 
 def test_without_memory_the_smallest_card_is_named(k3: Inventory):
     plan = plan_deployment(k3, source="k3", gpus=8)
-    assert plan.card_chosen and plan.fits and CARDS[plan.card.name] == 288_000_000_000
+    assert plan.card_chosen and plan.fits and plan.card.name == "mi325x"
+    tight = plan_deployment(k3, source="k3", gpus=8, margin=50_000_000_000)
+    assert tight.fits and CARDS[tight.card.name] == 288_000_000_000 and tight.card.margin_bytes == 50_000_000_000
     none = plan_deployment(k3, source="k3", gpus=1)
     assert not none.fits and not any(none.cards.values())
 
