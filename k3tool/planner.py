@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 from k3tool import layout as layouts
@@ -73,7 +74,7 @@ class Option:
     max_sequences: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.layout}, {self.redundant} redundant experts" if self.redundant else str(self.layout)
+        return f"{self.layout}, {self.redundant} redundant" if self.redundant else str(self.layout)
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -140,6 +141,12 @@ class Deployment:
     @property
     def largest(self) -> RankMemory:
         return max(self.ranks, key=lambda rank: rank.total)
+
+    @property
+    def equal_ranks(self) -> list[tuple[RankMemory, RankMemory]]:
+        """First and last of each row of neighbouring ranks that hold equally much."""
+        rows = [list(held) for _, held in groupby(self.ranks, key=lambda rank: (rank.sizes, rank.weights))]
+        return [(held[0], held[-1]) for held in rows]
 
     @property
     def free_bytes(self) -> int:

@@ -7,28 +7,26 @@ what is planned is what will be written. Caches follow from the configuration. N
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import NamedTuple
 
-from k3tool import formats, release
+from k3tool import formats
 from k3tool.catalog import COMPONENTS, count, expert_matrix_shapes, section_entries
 from k3tool.checkpoint.header import dtype_bits
-from k3tool.checkpoint.index import INDEX_NAME, SINGLE_NAME
-from k3tool.checkpoint.reader import Checkpoint
-from k3tool.checkpoint.table import Kind, TensorTable
+from k3tool.checkpoint.table import Kind
 from k3tool.config import K3Config
+from k3tool.declared import Declared
 from k3tool.errors import CheckpointCorrupt, UnsupportedError
 from k3tool.layout import Layout, Place, stages
 from k3tool.names import TensorName, component_of, parse_name
+from k3tool.transform.quantize_config import Storage
 from k3tool.transform.split import EXPERT, Rule, Splitter
 
 PREFILL_TOKENS = 8192
 """Tokens in flight on one rank during prefill, as serving engines batch them by default."""
 
 KEEP = "keep"
-BUILT_IN = "the built-in release"
 _LATENT_MODULES = ("block_sparse_moe.routed_expert_down_proj", "block_sparse_moe.routed_expert_up_proj")
 
 
@@ -57,20 +55,18 @@ class Inventory:
         self._refused: dict[int, UnsupportedError] = {}  # by TP, as those above
 
     @classmethod
-    def from_config(cls, config: K3Config) -> Inventory:
-        """What the configuration implies."""
+    def from_config(cls, config: K3Config, declared: Declared | None = None) -> Inventory:
+        """What the configuration implies; stored as its `quantization_config` declares. Raises UnsupportedError where
+        a declared scheme cannot hold a matrix."""
+        declared = Declared(config) if declared is None else declared
         alike: dict[tuple[str, bool], list[int]] = defaultdict(list)
         for layer, kind in enumerate(config.layer_kinds):
             alike[kind, config.is_moe(layer)].append(layer)
         tensors: list[Stored] = []
-        for layers in (*alike.values(), *([section] for section in _sections_beyond_layers(config))):
-            for entry in section_entries(config, layers[0]):
-                name = parse_name(entry.name)
-                assert name is not None
-                if name.expert is None or name.expert == 0:
-                    experts = config.num_experts if name.expert is not None else 1
-                    held = () if name.layer is None else tuple(layers)
-                    tensors.append(Stored(name, Kind(entry.dtype, entry.shape), held, experts))
+        for layers in alike.values():
+            tensors += _declared_tensors(config, declared, layers[0], layers)
+        for section in _sections_beyond_layers(config):
+            tensors += _declared_tensors(config, declared, section, [])
         return cls(config, tensors)
 
     @classmethod
@@ -188,6 +184,46 @@ class Inventory:
         return rule
 
 
+def _declared_tensors(config: K3Config, declared: Declared, section: int, layers: list[int]) -> Iterator[Stored]:
+    """The tensors of a section of the catalogue, of all `layers` that are like it, stored as declared."""
+    experts = expert_matrix_shapes(config)
+    for entry in section_entries(config, section):
+        name = parse_name(entry.name)
+        assert name is not None
+        if name.expert is not None:
+            # All parts of a matrix follow at its first; the first expert stands for all.
+            matrix = name.module.rpartition(".")[2]
+            if name.expert or matrix not in experts:
+                continue
+            kind, shape = None, experts.pop(matrix)
+        else:
+            kind, shape = Kind(entry.dtype, entry.shape), entry.shape
+        matrix_like = kind is None or (name.part == "weight" and len(shape) == 2)
+        stored: dict[Storage | None, list[int]] = defaultdict(list)
+        for layer in layers or (None,):
+            place = name._replace(layer=layer)
+            stored[declared.storage(place) if matrix_like else None].append(-1 if layer is None else layer)
+        for storage, where in stored.items():
+            held = tuple(where) if layers else ()
+            first = name._replace(layer=held[0] if held else None)
+            if storage is None and kind is not None:
+                yield Stored(first, kind, held)
+                continue
+            number = config.num_experts if kind is None else 1
+            for part, (dtype, dims) in _parts(storage, shape, config.dtype, first).items():
+                yield Stored(first._replace(part=part), Kind(dtype, dims), held, number)
+
+
+def _parts(
+    storage: Storage | None, shape: tuple[int, ...], dtype: str, name: TensorName
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    if storage is None:
+        return {"weight": (dtype, shape)}
+    group_size = storage.group_size if storage.scheme in ("int4", "int8") else None
+    formats.check_shape(storage.scheme, shape, group_size=group_size, where=name.module_path)
+    return formats.stored_tensors(storage.scheme, shape, group_size=group_size, dtype=dtype)
+
+
 def _sections_beyond_layers(config: K3Config) -> range:
     """Globals, then projector and vision tower where there is vision (see `section_entries`)."""
     return range(config.num_layers, config.num_layers + (3 if config.vision else 1))
@@ -205,37 +241,6 @@ _QUANTIZATION = {"mxfp4": {"format": "mxfp4-pack-quantized"}, "nvfp4": {"format"
 
 def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
     return count(shape) * dtype_bits(dtype) // 8
-
-
-def open_inventory(source: str) -> tuple[Inventory, str]:
-    """The tensors of a source, and in a few words where they were counted.
-
-    A checkpoint folder is counted by its headers; a `config.json`, a folder without shards, a Hub repository and the
-    built-in release (`k3`) by what the configuration implies. Raises CheckpointMissing, CheckpointCorrupt, RemoteError.
-    """
-    path = Path(source)
-    if source == release.NAME and not path.exists():
-        return Inventory.from_config(release.config()), BUILT_IN
-    if path.is_file():
-        return Inventory.from_config(K3Config.from_file(path)), "computed from the configuration"
-    checkpoint = Checkpoint.open(source)
-    try:
-        return _counted(checkpoint, local=path.is_dir())
-    finally:
-        close = getattr(checkpoint.source, "close", None)
-        if close:
-            close()
-
-
-def _counted(checkpoint: Checkpoint, *, local: bool) -> tuple[Inventory, str]:
-    config = checkpoint.config
-    indexed = local and (INDEX_NAME in checkpoint.files or SINGLE_NAME in checkpoint.files)
-    absent = [shard for shard in checkpoint.shards if shard not in checkpoint.files] if indexed else []
-    if not indexed or absent:
-        also = f"; {len(absent)} shards are absent" if absent else ""
-        return Inventory.from_config(config), f"computed from its config.json{also}"
-    tensors = TensorTable.of(checkpoint)
-    return Inventory.from_tensors(config, tensors.items()), f"counted in the headers of {len(tensors.shards)} shards"
 
 
 @dataclass(frozen=True)
@@ -276,6 +281,12 @@ class RankMemory:
         object.__setattr__(self, "weights_bytes", sum(self.weights.values()))
         caches = self.kda_state + self.conv_history + self.mla_cache + self.activations
         object.__setattr__(self, "total", self.weights_bytes + caches)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of weights, KDA state, convolution history, MLA cache, activations, and their sum."""
+        parts = (self.weights_bytes, self.kda_state, self.conv_history, self.mla_cache, self.activations)
+        return (*parts, self.total)
 
     def as_json(self) -> dict[str, object]:
         return {

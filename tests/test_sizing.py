@@ -459,7 +459,7 @@ class _Page(HTMLParser):
 
 def test_the_page_stands_alone_and_has_a_bar_for_every_rank(k3: Inventory):
     plan = plan_deployment(
-        k3, source="<script>x</script>", gpus=16, card=parse_card("h200"), gpu_price=2.0, sequences=4
+        k3, source="<script>x</script>", gpus=32, pp=2, card=parse_card("h200"), gpu_price=2.0, sequences=4
     )
     text = plan_html(plan)
     page = _Page(text)
@@ -470,11 +470,23 @@ def test_the_page_stands_alone_and_has_a_bar_for_every_rank(k3: Inventory):
         if tag == "rect":
             top = float(attributes["y"] or 0)
             bars[top] = bars.get(top, 0.0) + float(attributes["width"] or 0)
-    assert len(bars) == 16
-    scale = (960 - 70 - 10) / 141e9
-    for rank, width in zip(plan.ranks, bars.values(), strict=True):
+    assert len(bars) == len(plan.equal_ranks) == 2  # equal ranks share one
+    scale = (960 - 150 - 10) / 141e9
+    for (rank, _), width in zip(plan.equal_ranks, bars.values(), strict=True):
         assert width == pytest.approx(rank.total * scale, abs=0.5)
-    assert "An hour of 16 GPUs at 2.00 costs 32.00" in text
+    assert "ranks 0-15 (16)" in text and "ranks 16-31 (16)" in text
+    assert "An hour of 32 GPUs at 2.00 costs 64.00" in text and "price per hour" in text
+    assert "4 sequences of 131,072 tokens; there is room for" in text
+    unpriced = plan_html(plan_deployment(k3, source="k3", gpus=16, card=parse_card("h200")))
+    assert "price" not in unpriced and "room for sequences" in unpriced
+
+
+def test_a_page_of_many_equal_ranks_is_short_and_a_small_card_has_one_label(k3: Inventory):
+    many = plan_html(plan_deployment(k3, source="k3", gpus=512, card=parse_card("h200")))
+    assert "(512)" in many and len(many) < 20_000
+    small = plan_html(plan_deployment(k3, source="k3", gpus=1, card=parse_card("24GB")))
+    axis = small[: small.index("</svg>")].rsplit("<line", 1)[1]
+    assert axis.count("<text") == 1 and ">24 GB<" in axis
 
 
 def test_stage_layers_cover_the_model():

@@ -59,3 +59,26 @@ def check_output_file(path: Path) -> None:
         raise UsageError(f"cannot write {path}", hint="name a file in a folder that exists")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise UsageError(f"cannot write {path}: no permission in {folder}", hint="name a file where you may write")
+
+
+def check_page(path: Path, command: str, *, overwrite: bool) -> None:
+    """Raises UsageError where a report cannot be written, and for a file that is no such report: a shard must not be
+    lost so."""
+    check_output_file(path)
+    if overwrite or not path.exists():
+        return
+    try:
+        with open(path, "rb") as file:
+            start = file.read(4096)
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}", hint="name another file") from None
+    if start and page_mark(command).encode() not in start:
+        raise UsageError(
+            f"{path} holds something that is no report of k3tool {command}",
+            hint="name another file, or add --overwrite to replace it",
+        )
+
+
+def page_mark(command: str) -> str:
+    """What every page that `k3tool <command> --report` writes has in its head."""
+    return f'<meta name="generator" content="k3tool {command}">'

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ def test_json(capsys):
     assert ran.code == 0 and document["ok"] is True and document["command"] == "plan"
     assert document["layout"] == {"tp": 1, "ep": 16, "pp": 1} and document["gpus"] == 16
     assert document["fits"] is True and document["gpu"] == "b300" and document["margin_bytes"] == 28_800_000_000
-    assert "only possible layout" in document["reason"]
+    assert document["reason"] == "as given" and document["node_gpus"] == 8 and document["redundant_experts"] == 0
     # 113.5 GB of text model without experts, a sixteenth of the experts, and the vision tower.
     weights = 113_509_540_864 + 1_446_456_066_048 // 16 + 894_717_952
     assert [rank["rank"] for rank in document["ranks"]] == list(range(16))
@@ -31,6 +33,8 @@ def test_json(capsys):
     assert document["price_per_hour"] == 40.0 and document["even_share_bytes"] == release.TOTAL_SIZE // 16
     assert {"tp": 8, "ep": 2, "pp": 1}.items() <= document["alternatives"][0].items()
     assert document["alternatives"][0]["price_per_hour"] == 40.0
+    assert all(option["max_sequences"] > 0 for option in document["alternatives"])
+    assert document["fewest"]["gpus"] == 7 and document["fewest_in_nodes"]["gpus"] == 8 and document["notes"] == []
     schemes = {item["scheme"]: item for item in document["effects"]["latent"]}
     assert schemes["nf4"]["weights_bytes"] < weights == schemes["keep"]["weights_bytes"]
 
@@ -40,15 +44,93 @@ def test_what_people_see(capsys):
     assert (
         ran.code == 0 and "TP8 x EP2 x PP1 on 16 GPUs" in ran.out and "fits: the largest rank needs 120 GB" in ran.out
     )
-    assert (
-        "0-15" in ran.out and "experts nf4: TP 8 cannot divide" in ran.out and "possible TP: 1, 2, 3, 4, 6" in ran.out
-    )
-    assert ran.err == "cut it so: k3tool reshard moonshotai/Kimi-K3 DEST --gpus 16 --tp 8 --ep 2 --pp 1\n"
+    assert "0-15" in ran.out and "experts nf4, fp4: TP 8 cannot divide" in ran.out
+    assert "possible TP: 1, 2, 3, 4, 6" in ran.out
     small = k3tool(capsys, "plan", "k3", "--gpus", 8, "--gpu-memory", "h200")
-    assert small.code == 0 and small.err == "" and "DOES NOT FIT" in small.out and "TP8 x EP2 x PP1" in small.out
+    assert small.code == 0 and "DOES NOT FIT" in small.out and "TP8 x EP2 x PP1" in small.out
     quiet = k3tool(capsys, "plan", "k3", "--gpus", 8, "--gpu-memory", "h200", "-q")
     assert quiet.out == "TP8 x EP1 x PP1 does not fit\n" and quiet.err == ""
     assert k3tool(capsys, "plan", "k3", "--gpu-memory", "h200", "-q").out == "TP8 x EP2 x PP1 fits\n"
+
+
+def pasted(line: str) -> list[str]:
+    """The words of the command that a line ends with, without the program's name."""
+    words = shlex.split(line.strip())
+    start = next(n for n, word in enumerate(words) if word.rpartition("/")[2] == "k3tool" or word == "-m")
+    return words[start + (2 if words[start] == "-m" else 1) :]
+
+
+def test_what_is_said_last_works_as_pasted(tmp_path: Path, capsys, monkeypatch):
+    from k3tool.synthetic import tiny_config, write_checkpoint
+
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "my model"
+    small = tiny_config(num_layers=2, kda_heads=4, mla_heads=4, num_experts=4, moe_intermediate_size=64, vision=False)
+    write_checkpoint(folder, small)
+    said = k3tool(capsys, "plan", folder, "--gpus", 4, "--tp", 2).err
+    assert said.startswith("cut it so: ")
+    words = pasted(said)
+    assert words == ["reshard", str(folder), str(tmp_path / "my model-tp2-ep2"),
+                     "--gpus", "4", "--tp", "2", "--ep", "2", "--pp", "1"]  # fmt: skip
+    assert k3tool(capsys, *words).code == 0
+    again = pasted(k3tool(capsys, "plan", folder / "config.json", "--gpus", 4, "--tp", 2).err)
+    assert again[2] == f"{tmp_path / 'my model-tp2-ep2'}-2"  # the other is taken
+    # Other storage is written by quantize, cut or not.
+    for layout in (("--gpus", 1), ("--gpus", 2, "--tp", 2)):
+        words = pasted(k3tool(capsys, "plan", folder, *layout, "--experts", "nvfp4", "--latent", "int8").err)
+        assert words[0] == "quantize" and "nvfp4" in words and "int8" in words and ("--tp" in words) == (layout[1] > 1)
+        assert k3tool(capsys, *words).code == 0
+    # From the folder itself, nothing is written into it.
+    monkeypatch.chdir(folder)
+    words = pasted(k3tool(capsys, "plan", ".", "--gpus", 2, "--ep", 2).err)
+    assert words[1:3] == [".", str(tmp_path / "my model-ep2")] and k3tool(capsys, *words).code == 0
+    assert k3tool(capsys, "plan", ".", "--gpus", 1).err == ""  # nothing to cut
+
+
+def test_what_has_no_shards_here_is_named_by_its_repository(tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(release.config_dict()))
+    for source in ("k3", "config.json", "."):
+        words = pasted(k3tool(capsys, "plan", source, "--gpus", 16).err)
+        assert words == ["reshard", "moonshotai/Kimi-K3", "Kimi-K3-tp8-ep2",
+                         "--gpus", "16", "--tp", "8", "--ep", "2", "--pp", "1"]  # fmt: skip
+    other = release.config_dict()
+    other["text_config"]["num_attention_heads"] = 48
+    (tmp_path / "config.json").write_text(json.dumps(other))
+    said = k3tool(capsys, "plan", "config.json", "--gpus", 16).err
+    assert "shards" in said and "k3tool" not in said
+
+
+def test_fits_is_a_check(capsys):
+    asked = ("plan", "k3", "--gpus", 8, "--gpu-memory", "h200", "--fits")
+    ran = k3tool(capsys, *asked)
+    assert ran.code == 1 and "DOES NOT FIT" in ran.out
+    cause, hint = ran.err.splitlines()
+    assert cause == "error: TP8 x EP1 x PP1 does not fit: 83.8 GB are missing on h200 (141 GB)"
+    assert hint.startswith("hint: 16 GPUs would hold it: ")
+    assert k3tool(capsys, *pasted(hint), "--fits").code == 0
+    failed = k3tool(capsys, *asked, "--json")
+    assert failed.code == 1 and failed.json["ok"] is False and failed.json["error"]["code"] == 1
+    assert failed.json["fits"] is False and failed.json["alternatives"]
+    assert k3tool(capsys, *asked, "-q").out == "TP8 x EP1 x PP1 does not fit\n"
+    # Without it the answer is no failure, and what would fit is said.
+    told = k3tool(capsys, *asked[:-1])
+    assert told.code == 0 and told.err.startswith("16 GPUs would hold it: ")
+    fitting = k3tool(capsys, "plan", "k3", "--gpus", 8, "--gpu-memory", "h200", "--margin", "1GB", "--fits")
+    assert fitting.code == 1 and fitting.err.count("\n") == 2 and "--margin 1000000000" in fitting.err
+
+
+def test_help_names_every_card_and_scheme():
+    from k3tool.cli.plan import CARDS_HELP, SCHEMES_HELP
+    from k3tool.planner import CARDS, SCHEMES
+
+    assert CARDS_HELP.split(", ") == list(CARDS) and SCHEMES_HELP.split(", ") == list(SCHEMES)
+
+
+def test_tables_fit_eighty_columns(capsys):
+    out = k3tool(capsys, "plan", "k3", "--gpus", 72, "--node-gpus", 72, "--gpu-memory", "gb200", "--gpu-price", 3).out
+    drawn = [line for line in out.splitlines() if "─" in line]
+    assert len(drawn) == 4 and max(map(len, drawn)) <= 80
 
 
 def test_every_kind_of_source_gives_the_same_bytes(mini: Path, tmp_path: Path, capsys, monkeypatch):
@@ -65,14 +147,97 @@ def test_every_kind_of_source_gives_the_same_bytes(mini: Path, tmp_path: Path, c
     assert planned(bare) == (ranks, "computed from its config.json")
     partial = copy_checkpoint(mini, tmp_path / "partial")
     (partial / "model-00002-of-000011.safetensors").unlink()
-    assert planned(partial) == (ranks, "computed from its config.json; 1 shards are absent")
+    assert planned(partial) == (ranks, "computed from its config.json; 1 shard is absent")
     with serve(mini, "some/where") as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
-        assert planned("some/where") == (ranks, "computed from its config.json")
-    # A folder of this name wins over the built-in release.
+        assert planned("some/where") == (ranks, "counted in the headers of 11 shards")
+
+
+def test_a_folder_does_not_hide_the_built_in_release(mini: Path, tmp_path: Path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    bare.rename(tmp_path / "k3")
-    assert planned("k3")[0] == ranks
+    folder = tmp_path / "k3"
+    folder.mkdir()
+
+    def planned(source: str) -> tuple[str, list[str]]:
+        document = k3tool(capsys, "plan", source, "--gpus", 2, "--json").json
+        return document["origin"], document["notes"]
+
+    (folder / ".k3tool").mkdir()  # where a fetch has just begun
+    origin, notes = planned("k3")
+    assert origin == "the built-in release" and notes[0].endswith("./k3 names what is here")
+    assert k3tool(capsys, "plan", "./k3", "--gpus", 2).code == 10
+    shutil.rmtree(folder)
+    copy_checkpoint(mini, folder)
+    origin, notes = planned("k3")
+    assert origin == "counted in the headers of 11 shards" and "moonshotai/Kimi-K3" in notes[0]
+    assert planned("./k3") == (origin, [])
+    # The release by its repository needs no Hub; another commit of it, or another Hub, is asked.
+    monkeypatch.delenv("HF_ENDPOINT", raising=False)
+    for source in ("moonshotai/Kimi-K3", f"hf://moonshotai/Kimi-K3@{release.revisions()[0]}"):
+        assert planned(source)[0] == "the built-in release"
+    with serve(mini, "moonshotai/Kimi-K3") as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+        assert planned("moonshotai/Kimi-K3")[0] == "counted in the headers of 11 shards"
+
+
+@pytest.fixture(scope="module")
+def cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from k3tool.synthetic import tiny_config, write_checkpoint
+
+    folder = tmp_path_factory.mktemp("cut")
+    write_checkpoint(
+        folder / "whole",
+        tiny_config(num_layers=5, kda_heads=4, mla_heads=4, num_experts=4, moe_intermediate_size=128, latent_size=128),
+    )
+    assert k3tool_process("reshard", folder / "whole", folder / "ranks", "--gpus", 4, "--tp", 2, "--ep", 2).code == 0
+    return folder
+
+
+def test_ranks_are_planned_as_the_checkpoint_that_they_make(cut: Path, capsys):
+    def planned(source: Path) -> object:
+        return k3tool(capsys, "plan", source, "--gpus", 2, "--json").json["ranks"]
+
+    assert planned(cut / "ranks") == planned(cut / "whole")
+    one = k3tool(capsys, "plan", cut / "ranks" / "rank-00001-of-00004", "--gpus", 2)
+    assert one.code == 2 and "is rank-00001-of-00004 of a layout" in one.err
+    assert one.err.splitlines()[1] == f"hint: name the folder that holds every rank: {cut / 'ranks'}"
+    config = k3tool(capsys, "plan", cut / "ranks" / "rank-00001-of-00004" / "config.json", "--gpus", 2)
+    assert config.code == 2 and config.err.splitlines()[1] == one.err.splitlines()[1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(
+            ("--experts", scheme)
+            for scheme in ("int4", "int8", "fp8-channel", "fp8-block", "nf4", "fp4", "bf16", "nvfp4")
+        ),
+        ("--experts", "int4", "--latent", "fp8-channel"),
+        ("--experts", "nf4", "--latent", "int8", "--shared", "fp8-channel"),
+        ("--latent", "nf4", "--attention", "fp8-channel"),
+        ("--experts", "fp8-channel", "--latent", "fp8-channel", "--shared", "int8", "--attention", "int4"),
+        ("--latent", "mxfp4"),
+    ],
+    ids=" ".join,
+)
+def test_quantized_checkpoints_are_planned_alike_wherever_they_are(
+    cut: Path, tmp_path: Path, options, capsys, monkeypatch
+):
+    """By headers here, by headers through a Hub, and by the quantization_config alone: equal to the byte."""
+    folder = tmp_path / "q"
+    ran = k3tool(capsys, "quantize", cut / "whole", folder, *options)
+    assert ran.code == 0, ran.err
+
+    def planned(source: object) -> tuple[list[dict[str, int]], object]:
+        document = k3tool(capsys, "plan", source, "--gpus", 2, "--ep", 2, "--json").json
+        return [rank["components"] for rank in document["ranks"]], document["notes"]
+
+    here = planned(folder)
+    assert here[0] != planned(cut / "whole")[0] and here[1] == []
+    assert planned(folder / "config.json") == here
+    with serve(folder, "some/where") as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+        assert planned("some/where") == here
 
 
 def test_other_storage_is_planned(capsys):
@@ -92,10 +257,13 @@ def test_other_storage_is_planned(capsys):
         (("k3",), 2, "neither GPUs nor their memory"),
         (("k3", "--gpus", "0"), 2, "gpus"),
         (("k3", "--gpus", "8", "--gpu-memory", "many"), 2, "unknown GPU memory 'many'"),
-        (("k3", "--gpus", "8", "--context", "2000000"), 2, "2000000 tokens"),
+        (("k3", "--gpus", "8", "--context", "2000000"), 2, "--context 2000000 is beyond the model's 1048576 positions"),
         (("k3", "--gpus", "8", "--sequences", "0"), 2, "sequences"),
         (("k3", "--gpus", "8", "--experts", "int3"), 2, "unknown scheme 'int3'"),
         (("k3", "--gpus", "8", "--gpu-price", "-1"), 2, "price"),
+        (("k3", "--gpus", "8", "--gpu-memory=-5GB"), 2, "a size is positive: '-5GB'"),
+        (("k3", "--gpus", "8", "--gpu-memory", "h100", "--margin", "90GB"), 2, "leaves nothing of h100"),
+        (("k3", "--gpus", "97"), 14, "no layout of 97 GPUs exists: TP has to divide the 96 heads"),
         (("k3", "--gpus", "8", "--report", "/nowhere/at/all.html"), 2, "cannot write"),
         (("k3", "--gpus", "5", "--tp", "5"), 14, "TP 5 does not divide the KDA heads (96)"),
         (("k3", "--gpus", "9", "--ep", "9"), 14, "EP 9 does not divide the experts (896)"),
@@ -135,7 +303,20 @@ def test_report(tmp_path: Path, capsys):
     ran = k3tool(capsys, "plan", "k3", "--gpus", 16, "--report", page, "--json")
     assert ran.code == 0 and ran.json["report"] == str(page)
     text = page.read_text()
-    assert text.startswith("<!doctype html>") and "rank 15" in text and "rank 16" not in text
+    assert text.startswith("<!doctype html>") and "ranks 0-15 (16)" in text and "131,072 tokens" in text
+    assert k3tool(capsys, "plan", "k3", "--gpus", 8, "--report", page).code == 0  # a page of its own is replaced
+    assert "ranks 0-7 (8)" in page.read_text()
+
+
+def test_a_report_replaces_no_other_file(tmp_path: Path, capsys):
+    shard = tmp_path / "model.safetensors"
+    shard.write_bytes(b"precious")
+    asked = ("plan", "k3", "--gpus", 8, "--report", shard)
+    ran = k3tool(capsys, *asked)
+    assert ran.code == 2 and "no report of k3tool plan" in ran.err and shard.read_bytes() == b"precious"
+    assert k3tool(capsys, *asked, "--overwrite").code == 0 and shard.read_text().startswith("<!doctype html>")
+    shard.write_bytes(b"")
+    assert k3tool(capsys, *asked).code == 0  # nothing is lost with an empty file
 
 
 def test_neither_torch_nor_the_network_is_needed():
