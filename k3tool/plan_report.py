@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from html import escape
 
-from k3tool.planner import Deployment, divisibility
+from k3tool.layout_search import divisibility
+from k3tool.planner import Deployment
 from k3tool.sizing import RankMemory
 from k3tool.units import format_bytes, plural
 

@@ -11,15 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from k3tool import release
+from k3tool.cards import CARDS, MARGIN, Card, parse_card
 from k3tool.catalog import DTYPE_BITS, catalog, count
 from k3tool.checkpoint.reader import Checkpoint
 from k3tool.checkpoint.table import Kind, TensorTable
 from k3tool.config import K3Config
 from k3tool.errors import CheckpointCorrupt, UnsupportedError, UsageError
 from k3tool.layout import Layout, candidates, problems, stages
+from k3tool.layout_search import Finder, divisibility, max_sequences
 from k3tool.names import parse_name
 from k3tool.plan_report import plan_html
-from k3tool.planner import CARDS, MARGIN, Card, Finder, divisibility, max_sequences, parse_card, plan_deployment
+from k3tool.planner import plan_deployment
 from k3tool.sizing import (
     Inventory,
     Workload,

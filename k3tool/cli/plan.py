@@ -78,10 +78,11 @@ def command(
     What is not given is chosen and the reason told. Without --gpus, --tp, --ep and --pp the fewest GPUs with
     --gpu-memory are found, and the fewest in whole nodes are laid out.
     """
+    from k3tool.cards import parse_card
     from k3tool.checkpoint.writer import write_atomic
     from k3tool.errors import CheckFailed
     from k3tool.plan_source import open_plan_source
-    from k3tool.planner import parse_card, plan_deployment
+    from k3tool.planner import plan_deployment
     from k3tool.units import parse_size
 
     if report is not None:
@@ -251,7 +252,7 @@ def _show_weights(console: Console, plan: Deployment) -> None:
 
 
 def _show_others(console: Console, plan: Deployment) -> None:
-    from k3tool.planner import divisibility
+    from k3tool.layout_search import divisibility
 
     priced = plan.gpu_price is not None
     rows = [
