@@ -22,7 +22,7 @@ from k3tool.config import K3Config
 from k3tool.declared import Declared
 from k3tool.errors import CheckpointCorrupt, CheckpointMissing, UsageError
 from k3tool.events import SILENT, Progress
-from k3tool.layout import rank_folder
+from k3tool.layout import rank_folder, share_of
 from k3tool.sizing import Inventory
 from k3tool.transform.reshard import LAYOUT_NAME
 from k3tool.units import plural
@@ -161,13 +161,12 @@ def _is_release(config: K3Config) -> bool:
 
 def _refuse_rank(config: K3Config, label: str, above: Path | None) -> None:
     """The folder of one rank: its configuration describes the whole model, its files a part."""
-    part = config.raw.get("k3tool")
-    if not isinstance(part, dict) or "rank" not in part:
+    share = share_of(config)
+    if share is None:
         return
-    rank, ranks = part.get("rank"), part.get("ranks")
+    layout, place = share
+    name = rank_folder(place.rank, layout.ranks)
     whole = above is not None and (above / LAYOUT_NAME).is_file()
-    plain = isinstance(rank, int) and isinstance(ranks, int) and 0 <= rank < ranks
-    name = rank_folder(rank, ranks) if plain else "one rank"
     raise UsageError(
         f"{label} is {name} of a layout, a part of a checkpoint",
         hint=f"name the folder that holds every rank: {above}"
