@@ -82,10 +82,13 @@ class Options:
 
 @dataclass
 class Report:
-    """files: every finished file of the job. kept: those that an earlier run had finished. notes: per file what
-    `summarize` made. complete: nothing of the job is missing. Bytes and seconds are of this run."""
+    """files: every finished file of the job, manifest: of the manifest itself. share: the files of the plan that this
+    process was to see to. kept: those that an earlier run had finished. notes: per file what `summarize` made.
+    complete: nothing of the job is missing. Bytes and seconds are of this run."""
 
     files: dict[str, FileRecord] = field(default_factory=dict)
+    manifest: FileRecord | None = None
+    share: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     notes: dict[str, Any] = field(default_factory=dict)
     complete: bool = False
@@ -97,6 +100,11 @@ class Report:
     @property
     def peak_memory_bytes(self) -> int:
         return peak_bytes()
+
+    @property
+    def written(self) -> list[str]:
+        """The files of this process's share that are finished."""
+        return [path for path in self.share if path in self.files]
 
 
 def execute(
@@ -229,6 +237,7 @@ class _Run:
     def write(self, workers: int, buffer_bytes: int) -> Report:
         done = self.done()
         report = self.report
+        report.share = [job.path for batch in self._share() for job in batch]
         report.kept, report.workers = [job.path for job in self.wanted if job.path in done], workers
         if self.options.finalize:
             return report
@@ -248,12 +257,14 @@ class _Run:
 
     def _batches(self, done: Mapping[str, FileRecord]) -> list[tuple[FileJob, ...]]:
         """This process's share of the batches, without what is done."""
+        left = [tuple(job for job in batch if job.path not in done) for batch in self._share()]
+        return [batch for batch in left if batch]
+
+    def _share(self) -> list[tuple[FileJob, ...]]:
         wanted = {job.path for job in self.wanted}
         part = self.options.part or Part(0, 1)
         kept = [tuple(job for job in batch if job.path in wanted) for batch in self.plan.batches()]
-        mine = [batch for batch in kept if batch][part.number :: part.count]
-        left = [tuple(job for job in batch if job.path not in done) for batch in mine]
-        return [batch for batch in left if batch]
+        return [batch for batch in kept if batch][part.number :: part.count]
 
     def _work(
         self, batches: Sequence[tuple[FileJob, ...]], workers: int, buffer_bytes: int, task: str, report: Report
@@ -313,7 +324,7 @@ class _Run:
                 report.files[small.path] = write_small(self.dest / small.path, small.data)
             manifest = Manifest(self.plan.command, self.tensors.source.label, self.revision, dict(report.files))
             manifest.extra.update(self.manifest, plan=self.plan.id)
-            manifest.write(self.dest)
+            report.manifest = manifest.write(self.dest)
         if self.ledger.part:
             self.ledger.complete_unless_shared()
         else:

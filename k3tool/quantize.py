@@ -6,7 +6,6 @@ index and the configuration are written, so that a broken bound leaves no checkp
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,17 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from k3tool.activations import Activations
-from k3tool.checkpoint.manifest import FileRecord
 from k3tool.checkpoint.reader import CONFIG_NAME
 from k3tool.checkpoint.source import Source, open_source
 from k3tool.checkpoint.writer import write_atomic
 from k3tool.config import K3Config
-from k3tool.disk import disk_errors
 from k3tool.errors import CheckFailed, UsageError
 from k3tool.events import SILENT, Progress
 from k3tool.execute import Options, Report, SmallFile, execute
 from k3tool.layout import Layout
 from k3tool.names import component_of, parse_name
+from k3tool.readback import Readback, check_digests
 from k3tool.reshard import DEFAULT_SHARD_BYTES, Prepared, Request, closing_files
 from k3tool.reshard import prepare as prepare_reshard
 from k3tool.transform import quantize_config, quantize_report
@@ -178,11 +176,12 @@ class PreparedQuantization:
 
 @dataclass
 class QuantizeResult:
-    """The outcome. rows: one per module that was converted."""
+    """The outcome. rows: one per module that was converted. readback: what reading it back found, None: not asked for."""
 
     job: PreparedQuantization
     report: Report
     rows: list[Row]
+    readback: Readback | None = None
 
     @property
     def components(self) -> dict[str, dict[str, Any]]:
@@ -210,6 +209,7 @@ class QuantizeResult:
             "seconds": round(self.report.seconds, 3),
             "workers": self.report.workers,
             "peak_memory_bytes": self.report.peak_memory_bytes,
+            **({} if self.readback is None else {"verified": self.readback.as_json()}),
         }
 
 
@@ -334,9 +334,10 @@ def carry_out(
         manifest={"quantization": job.change.policy.as_json()},
         revision=getattr(prepared.opened.source, "commit", None),
     )
-    if verify and report.complete:
-        read_back(Path(dest), report.files)
-    return QuantizeResult(job, report, _rows(report, earlier))
+    result = QuantizeResult(job, report, _rows(report, earlier))
+    if verify:
+        result.readback = check_digests(Path(dest), report, options)
+    return result
 
 
 def _rows(report: Report, earlier: list[Row]) -> list[Row]:
@@ -344,21 +345,6 @@ def _rows(report: Report, earlier: list[Row]) -> list[Row]:
     rows = quantize_report.rows_of(quantize_report.compact_rows(report.notes))
     known = {row.path for row in rows}
     return sorted(rows + [row for row in earlier if row.path not in known], key=lambda row: row.path)
-
-
-def read_back(folder: Path, files: Mapping[str, FileRecord]) -> None:
-    """Compare every written file with its digest. Raises CheckFailed naming the first that differs."""
-    for name, record in sorted(files.items()):
-        digest = hashlib.sha256()
-        with disk_errors(folder / name), open(folder / name, "rb", buffering=0) as file:
-            while block := file.read(8 << 20):
-                digest.update(block)
-        if digest.hexdigest() != record.sha256:
-            raise CheckFailed(
-                f"{folder / name}: sha256 differs (expected {record.sha256}, found {digest.hexdigest()})",
-                hint="check the disk, then run the same command again with --overwrite",
-                file=name,
-            )
 
 
 def _closing(

@@ -1,38 +1,47 @@
-"""Reads a result back and compares it with its source, tensor by tensor: the digests of both must be equal.
+"""Reads a result back: every tensor that a rank stores against the source, every other byte against what was written.
 
-The source side is read again from the source; the result side is composed from the written files by what the result
-says about itself (`k3tool.json`, index, headers), not by the plan that wrote them.
+The source side is read again from the source, once for all that hold a tensor. The result side is read by its own
+headers, which must be those of the plan byte by byte: no byte of a file is left out.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from k3tool.checkpoint.reader import Located, read_header
+from k3tool.checkpoint.manifest import MANIFEST_NAME, FileRecord
 from k3tool.checkpoint.source import LocalSource
-from k3tool.checkpoint.table import Tensors
-from k3tool.disk import disk_errors
+from k3tool.checkpoint.table import Tensors, TensorTable
+from k3tool.disk import disk_errors, refusal
 from k3tool.errors import CheckFailed
-from k3tool.execute import BUFFER_BYTES, Options, allowance
-from k3tool.layout import Layout
-from k3tool.plan import FileJob, Step, carry
-from k3tool.transform.forms import Opened, open_form
-from k3tool.transform.reshard import Resharder, in_order
-from k3tool.worker import StepDigester, Stopped, run_threads
+from k3tool.execute import BUFFER_BYTES, Options, Report, allowance
+from k3tool.layout import rank_folder
+from k3tool.names import TensorName
+from k3tool.plan import FileJob, Step, TensorOut, carry
+from k3tool.proofs import Readers
+from k3tool.transform.forms import SubSource, open_form
+from k3tool.transform.reshard import Form, RankTensors, Resharder, in_order
+from k3tool.units import plural
+from k3tool.worker import StepDigester, Stopped, head_of, run_threads
 
 CHUNK = 64
+READERS = 4  # files hashed at once, where no other number is asked for
+AGAIN = "remove what differs and run the same command again: it writes that anew; then check the disk and its memory"
 
 
 @dataclass
 class Readback:
-    """tensors compared, bytes read on both sides, names that differ, seconds."""
+    """files: proven whole, headers included. tensors: of the source, each compared with all that is stored of it.
+    different: `FILE: TENSOR`, or a file. bytes_read: on both sides."""
 
+    files: int = 0
     tensors: int = 0
     bytes_read: int = 0
     different: list[str] = field(default_factory=list)
@@ -41,6 +50,7 @@ class Readback:
     def as_json(self) -> dict[str, Any]:
         return {
             "ok": not self.different,
+            "files": self.files,
             "tensors": self.tensors,
             "different": self.different,
             "bytes_read": self.bytes_read,
@@ -49,101 +59,213 @@ class Readback:
 
 
 @dataclass(frozen=True)
-class Pair:
-    """One tensor twice: a step that makes it from the source, one that makes it from the result."""
+class Compared:
+    """One tensor of the source: steps that make each share of it from the source, and what is stored of it: the number
+    of the share and a step that reads it from the result, for everyone that holds it."""
 
     name: str
-    expected: Step
-    found: Step
+    shares: tuple[Step, ...]
+    stored: tuple[tuple[int, Step], ...]
 
 
-def verify_whole(opened: Opened, dest: Path, options: Options) -> Readback:
-    """Every logical tensor of the source against the one joined from `dest`. Raises CheckFailed (exit 1)."""
-    result = open_form(LocalSource(dest))
-    source = Resharder(opened.form, opened.splitter, Layout())
-    joined = Resharder(result.form, result.splitter, Layout())
-    names = [name for name, _ in in_order(opened.form)]
-    missing = set(names) ^ {name for name, _ in result.form.items()}
-    if missing:
-        raise CheckFailed(
-            f"{dest} and {opened.source.label} do not hold the same tensors: {min(missing)}",
-            hint="remove DEST and write it again",
-            different=sorted(missing)[:1000],
-        )
-
-    def pairs() -> Iterator[Pair]:
-        for name in names:
-            yield Pair(name, source.step(name, 0), joined.step(name, 0))
-
-    total = 2 * sum(source.output(name).nbytes for name in names)
-    return _compare(pairs(), total, opened.form.tensors, result.form.tensors, dest, options)
-
-
-def verify_ranks(resharder: Resharder, jobs: Sequence[FileJob], dest: Path, options: Options) -> Readback:
-    """What some ranks store against what the source says they should. Raises CheckFailed (exit 1)."""
-    table = _Written(dest, jobs)
-
-    def pairs() -> Iterator[Pair]:
-        for job in jobs:
-            table.add(job)
-            for step in job.steps:
-                for output in step.outputs:
-                    found = carry(output.name, output.dtype, output.shape, source=f"{job.path}/{output.name}")
-                    yield Pair(output.name, step, found)
-
-    total = 2 * sum(job.data_bytes for job in jobs)
-    return _compare(pairs(), total, resharder.form.tensors, table, dest, options)
-
-
-class _Written:
-    """Tensors of written files, under `FILE/NAME`."""
-
-    def __init__(self, dest: Path, jobs: Sequence[FileJob]) -> None:
-        self.source = LocalSource(dest)
-        with disk_errors(dest, "list"):
-            self._sizes = {job.path: (dest / job.path).stat().st_size for job in jobs}
-        self._places: dict[str, Located] = {}
-
-    def add(self, job: FileJob) -> None:
-        header = read_header(self.source, job.path, self._sizes)
-        for spec in header.tensors:
-            self._places[f"{job.path}/{spec.name}"] = Located(spec, job.path, header.data_start + spec.start)
-
-    def locate(self, name: str) -> Located:
-        return self._places[name]
-
-
-def _compare(
-    pairs: Iterator[Pair], total: int, source: Tensors, result: Tensors, dest: Path, options: Options
+def verify_written(
+    resharder: Resharder,
+    jobs: Sequence[FileJob],
+    dest: Path,
+    options: Options,
+    *,
+    by_rank: bool,
+    files: Mapping[str, FileRecord],
 ) -> Readback:
+    """Every byte of `jobs` and `files` in `dest`: tensors against the source, headers against the plan, other files
+    against their digests. by_rank: every rank has a folder there.
+
+    Raises CheckFailed (1) naming what differs, CheckpointMissing and CheckpointCorrupt for what cannot be read.
+    """
     began = time.monotonic()
     report = Readback()
+    _check_files(report, jobs, files, dest, options)
+    if jobs:
+        _compare(report, jobs, Stored(resharder, jobs, dest, by_rank=by_rank), options)
+    report.seconds = time.monotonic() - began
+    return report
+
+
+def verify_joined(form: Form, dest: Path) -> None:
+    """Whether the written ranks (or shards) are together the checkpoint `form`, by what they say of themselves.
+    Raises CheckFailed; CheckpointMissing and CheckpointCorrupt for what contradicts itself."""
+    result = open_form(LocalSource(dest)).form
+    held = dict(result.items())
+    for name, kind in form.items():
+        found = held.pop(name, None)
+        if found != kind:
+            raise CheckFailed(
+                f"{dest}: {name} joins to {found and [found.dtype, *found.shape]}, the source has "
+                f"{[kind.dtype, *kind.shape]}",
+                hint=AGAIN,
+                different=[name],
+            )
+    if held:
+        raise CheckFailed(f"{dest} holds {min(held)}, which the source does not", hint=AGAIN, different=sorted(held))
+
+
+def check_digests(dest: Path, report: Report, options: Options) -> Readback:
+    """Every file of a finished job against the digest of what was written into it; of a job that other processes have
+    not finished the files of this one. Raises CheckFailed (1) naming those that differ."""
+    began = time.monotonic()
+    files = written_files(report) if report.complete else {name: report.files[name] for name in report.written}
+    readback = Readback()
+    _check_files(readback, (), files, dest, options)
+    readback.seconds = time.monotonic() - began
+    return readback
+
+
+def written_files(
+    report: Report, jobs: Sequence[FileJob] = (), folders: Sequence[str] | None = None
+) -> dict[str, FileRecord]:
+    """The records of a job's files, the manifest's among them, without those of `jobs`. folders: of the folders in DEST
+    only these."""
+    left_out = {job.path for job in jobs}
+    found = {name: record for name, record in report.files.items() if name not in left_out}
+    if report.manifest is not None:
+        found[MANIFEST_NAME] = report.manifest
+    if folders is None:
+        return found
+    return {name: record for name, record in found.items() if name.rpartition("/")[0] in ("", *folders)}
+
+
+def _check_files(
+    report: Readback, jobs: Sequence[FileJob], files: Mapping[str, FileRecord], dest: Path, options: Options
+) -> None:
+    """What is no tensor: headers, and whole files. Raises CheckFailed."""
+    for job in jobs:
+        head = head_of(job)
+        with disk_errors(dest / job.path), open(dest / job.path, "rb") as file:
+            same = file.read(len(head)) == head
+            size = file.seek(0, os.SEEK_END)
+        if not same:
+            report.different.append(f"{job.path}: its header")
+        elif size != len(head) + job.data_bytes:
+            report.different.append(f"{job.path}: its size")
+        report.bytes_read += len(head)
+    workers = options.max_workers or min(READERS, os.cpu_count() or 1)
+    options.progress.started("verify files", sum(record.size for record in files.values()))
+    with closing(
+        Readers(dest, list(files), workers=workers, task="verify files", progress=options.progress)
+    ) as readers:
+        for name, proof in readers:
+            if isinstance(proof, OSError):
+                raise refusal(proof, dest / name) from proof
+            if proof.sha256 != files[name].sha256:
+                report.different.append(name)
+            report.bytes_read += proof.size
+    options.progress.finished("verify files")
+    report.files = len(jobs) + len(files)
+    _refuse(report, "what was written", dest)
+
+
+def _refuse(report: Readback, than: str, dest: Path) -> None:
+    """Raises CheckFailed where something differs."""
+    if report.different:
+        report.different.sort()
+        count = len(report.different)
+        raise CheckFailed(
+            f"{dest}: {report.different[0]} differs from {than}"
+            + (f", and {plural(count - 1, 'more place')}" if count > 1 else ""),
+            hint=AGAIN,
+            different=report.different[:1000],
+        )
+
+
+class Stored:
+    """What the files of some jobs hold of each tensor: those of every rank, or of one checkpoint (key 0)."""
+
+    def __init__(self, resharder: Resharder, jobs: Sequence[FileJob], dest: Path, *, by_rank: bool) -> None:
+        self.resharder, self.dest, self._by_rank = resharder, dest, by_rank
+        layout = resharder.target
+        folders = [rank_folder(rank, layout.ranks) for rank in range(layout.ranks)] if by_rank else [""]
+        files: dict[str, list[str]] = {}
+        for job in jobs:
+            folder, _, name = job.path.rpartition("/")
+            files.setdefault(folder, []).append(name)
+        whole = LocalSource(dest)
+        self.tables = {
+            number: TensorTable.of_files(SubSource(whole, folder) if folder else whole, files[folder])
+            for number, folder in enumerate(folders)
+            if folder in files
+        }
+        self.tensors: Tensors = RankTensors(whole, folders, self.tables) if by_rank else self.tables[0]
+
+    def compared(self) -> Iterator[Compared]:
+        """Every tensor of which something is stored."""
+        for text, name in in_order(self.resharder.form):
+            holders = [(tp, number) for tp, number in self._holders(name) if text in self.tables.get(number, ())]
+            if holders:
+                yield self._one(text, name, holders)
+
+    def _holders(self, name: TensorName) -> Iterator[tuple[int, int]]:
+        """(TP rank, number of the table) of everyone that stores a tensor."""
+        resharder, layout = self.resharder, self.resharder.target
+        if not self._by_rank:
+            yield 0, 0
+            return
+        for stage, owner in resharder.splitter.owners(name, resharder.rule(name), layout):
+            for ep in range(layout.ep) if owner is None else (owner,):
+                for tp in range(layout.tp):
+                    yield tp, layout.rank_at(tp, ep, stage)
+
+    def _one(self, text: str, name: TensorName, holders: Sequence[tuple[int, int]]) -> Compared:
+        resharder = self.resharder
+        kind = resharder.form.kind(text)
+        output = resharder.output(text)
+        if resharder.cuts(name, resharder.rule(name), kind)[1].axis is None:
+            holders = [(0, number) for _, number in holders]  # whole on every TP rank
+        shares = sorted({tp for tp, _ in holders})
+        return Compared(
+            text,
+            tuple(resharder.step(text, tp) for tp in shares),
+            tuple((shares.index(tp), self._reading(output, number)) for tp, number in holders),
+        )
+
+    def _reading(self, output: TensorOut, number: int) -> Step:
+        name = f"{number}/{output.name}" if self._by_rank else output.name
+        return carry(output.name, output.dtype, output.shape, source=name)
+
+    def where(self, step: Step) -> str:
+        """`FILE: TENSOR` of what a step reads."""
+        (region,) = step.needs
+        return f"{self.tensors.locate(region.tensor).shard}: {step.outputs[0].name}"
+
+
+def _compare(report: Readback, jobs: Sequence[FileJob], stored: Stored, options: Options) -> None:
+    """Every tensor of which something is stored, by as many threads as there are workers. Raises CheckFailed."""
+    source = stored.resharder.form.tensors
     progress = options.progress
-    progress.started("verify", total)
+    progress.started("verify", sum(job.data_bytes for job in jobs))
     workers, _ = allowance((), source.source, options)
     stop = threading.Event()
     lock = threading.Lock()
     failures: list[BaseException] = []
+    work = stored.compared()
 
-    def chunk() -> list[Pair]:
+    def chunk() -> list[Compared]:
         with lock:
-            return list(islice(pairs, CHUNK))
+            return list(islice(work, CHUNK))
+
+    def advanced(amount: int) -> None:
+        progress.advanced("verify", amount)
 
     def loop() -> None:
-        def advanced(amount: int) -> None:
-            progress.advanced("verify", amount)
-
-        sides = [
-            StepDigester(side, buffer_bytes=BUFFER_BYTES, stop=stop, advanced=advanced) for side in (source, result)
-        ]
+        made = StepDigester(source, buffer_bytes=BUFFER_BYTES, stop=stop, advanced=lambda _: None)
+        read = StepDigester(stored.tensors, buffer_bytes=BUFFER_BYTES, stop=stop, advanced=advanced)
         try:
             while not stop.is_set() and (held := chunk()):
-                for pair in held:
-                    equal = sides[0].digest(pair.expected) == sides[1].digest(pair.found)
+                for one in held:
+                    expected = made.digests(one.shares)
+                    wrong = [step for share, step in one.stored if read.digests([step]) != [expected[share]]]
                     with lock:
                         report.tensors += 1
-                        if not equal:
-                            report.different.append(pair.name)
+                        report.different += [stored.where(step) for step in wrong]
         except Stopped:
             pass
         except BaseException as error:
@@ -151,20 +273,12 @@ def _compare(
             stop.set()
         finally:
             with lock:
-                report.bytes_read += sum(side.read_bytes for side in sides)
-            for side in sides:
-                side.close()
+                report.bytes_read += made.read_bytes + read.read_bytes
+            made.close()
+            read.close()
 
     run_threads(loop, workers, stop)
     progress.finished("verify")
     if failures:
         raise failures[0]
-    report.seconds = time.monotonic() - began
-    if report.different:
-        report.different.sort()
-        raise CheckFailed(
-            f"{dest}: {len(report.different)} tensors differ from the source, the first is {report.different[0]}",
-            hint="remove DEST and write it again; if it happens again, check disk and memory",
-            different=report.different[:1000],
-        )
-    return report
+    _refuse(report, "the source", stored.dest)

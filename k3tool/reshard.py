@@ -23,7 +23,7 @@ from k3tool.execute import Options, Part, Report, SmallFile, execute, source_ide
 from k3tool.garbage import collector_paused
 from k3tool.layout import Layout, check, choose, expert_block, rank_folder, stages
 from k3tool.plan import FileJob, Plan, reads_of
-from k3tool.readback import Readback, verify_ranks, verify_whole
+from k3tool.readback import Readback, verify_joined, verify_written, written_files
 from k3tool.reclaim import ReclaimedSource, Reclaimer, finish_note, read_note, refuse_reclaimed
 from k3tool.transform.forms import Opened, data_companions, open_form
 from k3tool.transform.record import LayoutRecord
@@ -254,12 +254,24 @@ def carry_out(
     if options.reclaimer:
         options.reclaimer.finish()
     done = Resharded(prepared, report)
-    if verify and report.complete:
-        if prepared.request.ranks is None:
-            done.readback = verify_whole(prepared.opened, dest, options)
-        else:
-            done.readback = verify_ranks(prepared.resharder, prepared.wanted, dest, options)
+    if verify:
+        done.readback = read_back(prepared, report, dest, options)
     return done
+
+
+def read_back(prepared: Prepared, report: Report, dest: Path, options: Options) -> Readback:
+    """Read every byte that was written: of what was asked for where all of it is there, else of this process's share.
+    Raises what `k3tool.readback.verify_written` raises."""
+    request, layout = prepared.request, prepared.layout
+    own = set(report.written)
+    jobs = [job for job in prepared.wanted if report.complete or job.path in own]
+    folders = None if request.ranks is None else [rank_folder(rank, layout.ranks) for rank in request.ranks]
+    files = written_files(report, prepared.plan.jobs, folders) if report.complete else {}
+    by_rank = request.form == "ranks"
+    readback = verify_written(prepared.resharder, jobs, dest, options, by_rank=by_rank, files=files)
+    if report.complete and request.ranks is None:
+        verify_joined(prepared.opened.form, dest)
+    return readback
 
 
 def _reclaimer(prepared: Prepared, dest: Path, options: Options, verify: bool) -> Reclaimer:

@@ -328,7 +328,7 @@ class Worker(StepRunner):
                 path = self._dest / job.path
                 make_folder(path.parent)
                 files.append(stack.enter_context(AtomicFile(path)))
-                files[-1].write(_head(job))
+                files[-1].write(head_of(job))
             for steps, following in _with_next(_in_step(jobs)):
                 self.following = following[0] if following and len(following) == 1 else None
                 self.run(files, steps, measured)
@@ -342,10 +342,11 @@ class Worker(StepRunner):
 class StepDigester(StepRunner):
     """Digests what steps would write, for comparing."""
 
-    def digest(self, step: Step) -> bytes:
-        digest = _Digest()
-        self.run([digest], [step], [[]])
-        return digest.value.digest()
+    def digests(self, steps: Sequence[Step]) -> list[bytes]:
+        """Of what each step makes; what they share is read once."""
+        found = [_Digest() for _ in steps]
+        self.run(found, steps, [[] for _ in steps])
+        return [digest.value.digest() for digest in found]
 
 
 class _Digest:
@@ -368,7 +369,8 @@ def _with_next(steps: Iterator[tuple[Step, ...]]) -> Iterator[tuple[tuple[Step, 
         held = following
 
 
-def _head(job: FileJob) -> bytes:
+def head_of(job: FileJob) -> bytes:
+    """The first bytes of a file, before its tensors."""
     if job.head is not None:
         return job.head
     return build_header(((o.name, o.dtype, o.shape) for o in job.outputs()), job.metadata)[0]

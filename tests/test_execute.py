@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import pytest
 
 from k3tool.checkpoint.ledger import LEDGER_FOLDER, Ledger
-from k3tool.checkpoint.manifest import MANIFEST_NAME, load_manifest
+from k3tool.checkpoint.manifest import MANIFEST_NAME, FileRecord, load_manifest
 from k3tool.checkpoint.reader import Checkpoint
 from k3tool.checkpoint.source import LocalSource
 from k3tool.checkpoint.table import TensorTable
@@ -34,7 +34,7 @@ from k3tool.errors import (
 )
 from k3tool.execute import Options, Part, SmallFile, allowance, execute
 from k3tool.plan import Compute, Plan, TensorOut, carry, file_job, whole
-from k3tool.reshard import Request, carry_out, part_of, prepare, reshard
+from k3tool.reshard import Request, carry_out, part_of, prepare, read_back, reshard
 from k3tool.synthetic import tiny_config, write_checkpoint
 from k3tool.transform.base import Applied
 
@@ -571,21 +571,77 @@ def test_a_file_of_another_kind_begins_with_its_own_head(source, tmp_path):
 # Reading back
 
 
-def test_verify_finds_one_flipped_bit(source, tmp_path):
-    dest = tmp_path / "out"
-    done = reshard(source, dest, TP2, verify=True)
-    count = len(Checkpoint.open(source).index.weight_map)
-    assert done.readback is not None and done.readback.tensors == count and done.readback.different == []
-    path = final_shards(dest)[5]
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(CheckFailed, match="tensors differ from the source") as caught:
-        reshard(source, dest, TP2, verify=True)
-    assert caught.value.exit_code == 1 and len(caught.value.details["different"]) == 1  # type: ignore[arg-type]
-    rank = int(path.parent.name[5:10])
-    with pytest.raises(CheckFailed):
-        reshard(source, dest, Request(tp=2, ep=2, max_shard_bytes=60_000, ranks=(rank,)), verify=True)
+def flipped(path: Path, at: int) -> bytes:
+    """Flips the lowest bit of one byte of a file; returns what the file held."""
+    data = path.read_bytes()
+    path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    return data
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [Request(tp=2, ep=2), Request(pp=2), Request(gpus=4, ep=4, form="hf"), Request(tp=2, ep=2, ranks=(1, 2))],
+    ids=["TP2 x EP2", "PP2", "one checkpoint", "two ranks"],
+)
+def test_reading_back_finds_a_flipped_bit_in_any_file(source, tmp_path, request_):
+    done = reshard(source, tmp_path / "out", request_, verify=True)
+    files = sorted(path for path in (tmp_path / "out").rglob("*") if path.is_file())
+    assert done.readback is not None and done.readback.files == len(files) and done.readback.different == []
+    assert done.readback.tensors == len(Checkpoint.open(source).index.weight_map) or request_.ranks
+    rng = random.Random(7)
+    for path in files:
+        size = path.stat().st_size
+        places = {0, 8, size - 1, *(rng.randrange(size) for _ in range(2))}
+        for at in places if path.suffix == ".safetensors" else (size - 2,):
+            data = flipped(path, at)
+            with pytest.raises(CheckFailed) as caught:
+                read_back(done.prepared, done.report, tmp_path / "out", Options())
+            name = str(path.relative_to(tmp_path / "out"))
+            assert [text.partition(": ")[0] for text in caught.value.details["different"]] == [name], at  # type: ignore[attr-defined]
+            path.write_bytes(data)
+    read_back(done.prepared, done.report, tmp_path / "out", Options())
+
+
+def test_what_every_rank_holds_is_read_back_from_each(source, tmp_path):
+    done = reshard(source, tmp_path / "out", Request(tp=2, ep=2))
+    held = {}
+    for rank in range(4):
+        folder = tmp_path / "out" / f"rank-{rank:05d}-of-00004"
+        names = Checkpoint.open(folder).index.weight_map
+        place = Checkpoint.open(folder).locate(next(name for name in names if name.endswith("gate.weight")))
+        held[folder / place.shard] = place.offset
+    assert len(held) == 4
+    for path, offset in held.items():
+        data = flipped(path, offset)
+        with pytest.raises(
+            CheckFailed, match=rf"{path.parent.name}/{path.name}: \S+gate.weight differs from the source$"
+        ):
+            read_back(done.prepared, done.report, tmp_path / "out", Options())
+        path.write_bytes(data)
+    for path, offset in held.items():  # all of them wrong in the same way are wrong too
+        flipped(path, offset)
+    with pytest.raises(CheckFailed) as caught:
+        read_back(done.prepared, done.report, tmp_path / "out", Options())
+    assert len(caught.value.details["different"]) == 4  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("change", [lambda data: data + b"\0", lambda data: data[:-1]], ids=["longer", "shorter"])
+def test_reading_back_finds_a_file_of_another_length(source, tmp_path, change):
+    done = reshard(source, tmp_path / "out", Request(tp=2))
+    path = final_shards(tmp_path / "out")[-1]
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(CheckFailed, match=rf"{path.name}: its size differs"):
+        read_back(done.prepared, done.report, tmp_path / "out", Options())
+
+
+def test_reading_back_finds_a_layout_file_that_joins_otherwise(source, tmp_path, monkeypatch):
+    """The digests say what was written; that it joins to the source is looked at by what the result says of itself."""
+    done = reshard(source, tmp_path / "out", Request(tp=2))
+    path = tmp_path / "out" / "k3tool.json"
+    path.write_text(path.read_text().replace('"content"', '"stored"', 1))
+    done.report.files["k3tool.json"] = FileRecord(0, hashlib.sha256(path.read_bytes()).hexdigest())
+    with pytest.raises((CheckFailed, CheckpointCorrupt)):
+        read_back(done.prepared, done.report, tmp_path / "out", Options())
 
 
 # Giving up the source

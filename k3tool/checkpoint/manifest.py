@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from dataclasses import dataclass, field
@@ -36,8 +37,11 @@ class Manifest:
     files: dict[str, FileRecord] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
 
-    def write(self, folder: Path) -> None:
-        write_atomic(folder / MANIFEST_NAME, self.as_bytes())
+    def write(self, folder: Path) -> FileRecord:
+        """Write it, and return what a file with these bytes is to have."""
+        data = self.as_bytes()
+        write_atomic(folder / MANIFEST_NAME, data)
+        return FileRecord(len(data), hashlib.sha256(data).hexdigest())
 
     def as_bytes(self) -> bytes:
         from k3tool import __version__

@@ -10,11 +10,11 @@ import hashlib
 import sys
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 from k3tool.catalog import count
-from k3tool.checkpoint.header import TensorSpec, dtype_bits
+from k3tool.checkpoint.header import Header, TensorSpec, dtype_bits
 from k3tool.checkpoint.origin import look, names_of
 from k3tool.checkpoint.reader import Checkpoint, Located, check_headers, most_tensors, read_header
 from k3tool.checkpoint.source import Source
@@ -69,19 +69,31 @@ class TensorTable:
             )
         return table
 
+    @classmethod
+    def of_files(cls, source: Source, names: Iterable[str]) -> TensorTable:
+        """Of these files alone, by their headers, without an index. Raises CheckpointMissing, CheckpointCorrupt."""
+        table = cls(source, source.files())
+        for name in names:
+            table._place(name, read_header(source, name, table.sizes))
+        return table
+
     def _add(self, shard: str, weight_map: Mapping[str, str], most: int) -> None:
         if shard not in self.sizes:
             raise absent_shard(self._source, shard, self.sizes, set(weight_map.values()))
         header = read_header(self._source, shard, self.sizes, most=most)
-        self.shards.append(shard)
-        self._first.append(len(self._kinds))
-        self._data_starts.append(header.data_start)
         for spec in header.tensors:
             if weight_map.get(spec.name) != shard:
                 raise CheckpointCorrupt(
                     f"{shard} holds tensor {spec.name} that the index does not place there",
                     hint=look(self._source.label),
                 )
+        self._place(shard, header)
+
+    def _place(self, shard: str, header: Header) -> None:
+        self.shards.append(shard)
+        self._first.append(len(self._kinds))
+        self._data_starts.append(header.data_start)
+        for spec in header.tensors:
             kind = Kind(sys.intern(spec.dtype), spec.shape)
             self._numbers[spec.name] = len(self._kinds)
             self._kinds.append(self._intern.setdefault(kind, kind))

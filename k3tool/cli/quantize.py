@@ -240,6 +240,8 @@ def _show(console: Console, document: dict[str, Any], dest: str) -> None:
         f"{format_duration(document['seconds'])}, peak memory {format_bytes(document['peak_memory_bytes'])}",
         markup=False,
     )
+    if "verified" in document:
+        console.print(f"verified: every byte of {plural(document['verified']['files'], 'file')}", markup=False)
     if "readers" in document:
         console.print(f"readable by: {document['readers']}", markup=False)
     if not document["complete"]:

@@ -19,7 +19,7 @@ from k3tool.cli.options import (
     WorkersOption,
 )
 from k3tool.cli.output import Output, clean, table
-from k3tool.units import format_bytes, format_duration, parse_ranges, parse_size
+from k3tool.units import format_bytes, format_duration, parse_ranges, parse_size, plural
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,7 +40,7 @@ def command(
     layout: Annotated[str, typer.Option("--layout", metavar="ranks|hf", help="A folder for each rank, or one checkpoint with shards grouped by owner.")] = "ranks",
     rank: Annotated[str | None, typer.Option("--rank", metavar="SPEC", help="Only these ranks, such as 0-3,7.")] = None,
     max_shard_size: Annotated[str, typer.Option("--max-shard-size", metavar="SIZE", help="Largest output file.")] = "5GB",
-    verify: Annotated[bool, typer.Option("--verify", help="Read back: every joined tensor against the source's.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Read back every byte of every file: tensors against the source's.")] = False,
     part: Annotated[str | None, typer.Option("--part", metavar="I/N", help="Do the I-th of N shares of the files (from 1); the last one to finish writes the index. Taken from RANK and WORLD_SIZE, or SLURM_PROCID and SLURM_NTASKS, where they are set.")] = None,
     finalize: Annotated[bool, typer.Option("--finalize", help="Write no shard: only the index and configuration, if every file is there.")] = False,
     reclaim: Annotated[bool, typer.Option("--reclaim", help="DELETE the source along the way: free each source shard once its tensors are proven in DEST.")] = False,
@@ -107,7 +107,11 @@ def _show(console: Console, done: Resharded, dest: str) -> None:
         markup=False,
     )
     if done.readback is not None:
-        console.print(f"verified: {done.readback.tensors:,} tensors equal the source's", markup=False)
+        console.print(
+            f"verified: {done.readback.tensors:,} tensors equal the source's wherever they are stored; every byte of "
+            f"{plural(done.readback.files, 'file')} was read",
+            markup=False,
+        )
     if not report.complete:
         console.print("other parts are still to be written; the last one to finish writes the index", markup=False)
 

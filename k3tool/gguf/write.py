@@ -31,7 +31,7 @@ from k3tool.gguf.report import REPORT_NAME, Changes, components, earlier_report,
 from k3tool.gguf.vocabulary import chat_template, no_keys, number_keys, tokenizer_keys
 from k3tool.names import component_of, parse_name
 from k3tool.plan import Copy, Plan, Step, TensorOut, Zeros, file_job, pack
-from k3tool.quantize import read_back
+from k3tool.readback import Readback, check_digests
 from k3tool.tokenizer import find_tokenizer
 from k3tool.transform.reshard import LAYOUT_NAME
 
@@ -104,11 +104,12 @@ class Prepared:
 
 @dataclass
 class GgufResult:
-    """The outcome; `report` is None after a dry run."""
+    """The outcome; `report` is None after a dry run, `readback` where nothing was read back."""
 
     prepared: Prepared
     report: Report | None = None
     changes: dict[str, Changes] = field(default_factory=dict)
+    readback: Readback | None = None
 
     @property
     def components(self) -> dict[str, Any]:
@@ -130,6 +131,7 @@ class GgufResult:
             "bytes_written": self.report.bytes_written,
             "seconds": round(self.report.seconds, 3),
             "peak_memory_bytes": self.report.peak_memory_bytes,
+            **({} if self.readback is None else {"verified": self.readback.as_json()}),
         }
 
 
@@ -231,8 +233,8 @@ def carry_out(prepared: Prepared, dest: str | Path, *, options: Options, verify:
     revision = getattr(source, "commit", None)
     options = replace(options, summarize=summarize)
     result.report = execute(plan, prepared.table, dest, closing=closing, options=options, revision=revision)
-    if verify and result.report.complete:
-        read_back(dest, result.report.files)
+    if verify:
+        result.readback = check_digests(dest, result.report, options)
     if not result.changes:
         result.changes = merge(result.report.notes.values())
     return result

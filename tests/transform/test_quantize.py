@@ -18,7 +18,8 @@ from k3tool.errors import CheckFailed, CheckpointCorrupt, CheckpointMissing, Uns
 from k3tool.execute import Options
 from k3tool.formats.nvfp4 import global_scale
 from k3tool.names import parse_name
-from k3tool.quantize import carry_out, prepare, quantize, read_back
+from k3tool.quantize import carry_out, prepare, quantize
+from k3tool.readback import check_digests
 from k3tool.reshard import Request, reshard
 from k3tool.synthetic import tiny_config, write_checkpoint
 from k3tool.transform import quantize_config
@@ -465,15 +466,21 @@ def test_scales_that_are_not_finite_are_refused_with_the_tensor_named(
     assert not (tmp_path / "decoded" / "config.json").exists()
 
 
-def test_reading_back_finds_a_flipped_byte(mini: Path, tmp_path: Path) -> None:
-    done = quantize(mini, tmp_path / "out", experts="nvfp4")
-    read_back(tmp_path / "out", done.report.files)
-    shard = next(iter((tmp_path / "out").glob("*.safetensors")))
-    data = bytearray(shard.read_bytes())
-    data[-9] ^= 1
-    shard.write_bytes(data)
-    with pytest.raises(CheckFailed, match=r"sha256 differs"):
-        read_back(tmp_path / "out", done.report.files)
+def test_reading_back_finds_a_flipped_byte_in_any_file(mini: Path, tmp_path: Path) -> None:
+    request = Request(ep=2, max_shard_bytes=2**30)
+    done = quantize(mini, tmp_path / "out", experts="nvfp4", request=request)
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert check_digests(tmp_path / "out", done.report, Options()).files == len(files)
+    for path in files:
+        data = bytearray(path.read_bytes())
+        data[-9] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(
+            CheckFailed, match=re.escape(f"{path.relative_to(tmp_path / 'out')} differs from what was written")
+        ):
+            check_digests(tmp_path / "out", done.report, Options())
+        data[-9] ^= 1
+        path.write_bytes(data)
 
 
 # Configuration
