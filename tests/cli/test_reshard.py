@@ -247,4 +247,4 @@ def test_a_rank_folder_is_compared_with_what_the_rank_owns(source, tmp_path, cap
     config = out / "rank-00003-of-00008" / "config.json"
     config.write_bytes(config.read_bytes().replace(b'"tp": 2', b'"tp": 3'))
     ran = k3tool(capsys, "verify", out / "rank-00003-of-00008", "--depth", "names")
-    assert ran.code == 11 and "k3tool: ranks must be 12 for TP3 x EP2 x PP2, found 8" in ran.err
+    assert ran.code == 11 and "ranks must be 12 for TP3 x EP2 x PP2, found 8" in ran.err
