@@ -189,7 +189,12 @@ class QuantizeResult:
 
     def write_html(self, path: str | Path) -> None:
         """The report as one page without references to anything outside it."""
-        write_atomic(Path(path), html_page(self.job.prepared.opened.source.label, self.as_json(), self.rows).encode())
+        write_atomic(
+            Path(path),
+            html_page(self.job.prepared.opened.source.label, self.as_json(), self.rows).encode(
+                errors="backslashreplace"
+            ),
+        )
 
     def as_json(self) -> dict[str, Any]:
         prepared = self.job.prepared
@@ -376,7 +381,7 @@ def _closing(
         if small.path == CARD_NAME:
             small = replace(small, path=SOURCE_CARD_NAME)
         if small.path == CONFIG_NAME:
-            yield SmallFile(CARD_NAME, card.encode())
+            yield SmallFile(CARD_NAME, card.encode(errors="backslashreplace"))
             small = SmallFile(CONFIG_NAME, _json(job.prepared.opened.form.config.raw))
         yield small
 

@@ -196,6 +196,8 @@ class _Verification:
                 header = checkpoint.header(shard)
             except (CheckpointMissing, CheckpointCorrupt) as error:  # others say nothing of the shard
                 self.problem(error.message, shard, "missing" if isinstance(error, CheckpointMissing) else "corrupt")
+                if "errno" in error.details:  # the disk, not another copy
+                    self.report.remedy = self.report.remedy or error.hint
                 if "holds" in error.details:  # something else stands in the file, and its remedy is its own
                     self.report.remedy = self.report.remedy or (
                         error.hint if error.details["holds"] in OWN_REMEDY else ""

@@ -128,7 +128,8 @@ class Reading:
             refused = refusal(proof, self.book.folder / file.name)
             if not isinstance(refused, (CheckpointCorrupt, CheckpointMissing)):
                 raise refused from proof  # it may be whole: this process cannot read it
-            fail(report, file, f"{file.name} cannot be read: {proof.strerror or proof}", "corrupt")
+            fail(report, file, refused.message, "corrupt")
+            report.remedy = report.remedy or refused.hint  # the disk, not another copy
             return
         report.bytes_read += proof.size
         wanted = self.digests[file.name].sha256

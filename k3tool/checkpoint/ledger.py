@@ -222,8 +222,16 @@ class Ledger:
             self.folder.rmdir()
 
     def complete(self) -> None:
-        """The job is whole: nothing of the ledger stays."""
-        shutil.rmtree(self.state, ignore_errors=True)
+        """The job is whole: nothing of the ledger stays. Raises what refuses that: it would look like unfinished work."""
+        with disk_errors(self.state, "remove"):
+            try:
+                shutil.rmtree(self.state)
+            except FileNotFoundError:
+                pass  # another part of the job has done so
+            except OSError as error:
+                # On NFS the lock, still open, leaves a hidden name behind until this process ends.
+                if error.errno not in (errno.ENOTEMPTY, errno.EBUSY) or (self.state / "job.json").exists():
+                    raise
         fsync_folder(self.folder)
 
     def complete_unless_shared(self) -> None:

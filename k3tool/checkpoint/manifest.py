@@ -54,7 +54,7 @@ class Manifest:
             **self.extra,
             "files": {name: {"size": r.size, "sha256": r.sha256} for name, r in sorted(self.files.items())},
         }
-        return json.dumps(document, indent=1, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
+        return json.dumps(document, indent=1, ensure_ascii=False).encode(errors="replace") + b"\n"
 
 
 def load_manifest(folder: Path) -> Manifest | None:

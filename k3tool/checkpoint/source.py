@@ -18,7 +18,7 @@ from k3tool.checkpoint.origin import again
 from k3tool.commands import command
 from k3tool.disk import disk_errors, refusal
 from k3tool.errors import CheckpointCorrupt, CheckpointMissing, K3Error
-from k3tool.events import aside
+from k3tool.events import aside, warn_once
 
 _STREWN = frozenset((".DS_Store", "Thumbs.db", "desktop.ini"))
 
@@ -72,8 +72,15 @@ class LocalSource:
             return {
                 entry.name: entry.stat().st_size
                 for entry in sorted(entries, key=lambda e: e.name)
-                if entry.is_file() and not is_strewn(entry.name)
+                if entry.is_file() and not is_strewn(entry.name) and self._can_be_named(entry.name)
             }
+
+    def _can_be_named(self, name: str) -> bool:
+        """Whether an index or a manifest can hold this name: a file system takes bytes that are no text."""
+        if text_of(name) == name:
+            return True
+        warn_once(f"{text_of(self.root / name)} is left out: its name is not in UTF-8", name)
+        return False
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
         try:
@@ -95,6 +102,11 @@ class LocalSource:
 
     def local_path(self, name: str) -> Path | None:
         return self.root / name
+
+
+def text_of(path: str | Path) -> str:
+    """A path as JSON and UTF-8 can hold it: bytes that are no text become `\\xe9` and the like."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def _another_folder(text: str) -> str:

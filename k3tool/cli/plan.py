@@ -100,7 +100,7 @@ def command(
         if report is not None:
             from k3tool.plan_report import plan_html
 
-            write_atomic(report, plan_html(plan).encode())
+            write_atomic(report, plan_html(plan).encode(errors="backslashreplace"))
         document = {
             **plan.as_json(),
             "origin": found.origin,
@@ -116,8 +116,8 @@ def command(
                 f"{plan.layout} does not fit: {format_bytes(-plan.free_bytes)} are missing on {plan.card}",
                 hint=_what_fits(plan),
             ).with_document(document)
-        output.result(document, essential=essential, human=lambda console: _show(console, plan, found))
         note = _cut_it_so(plan, found.readable) if plan.fits else _what_fits(plan)
+        output.result(document, essential=essential, human=lambda console: _show(console, plan, found))
         if note:
             output.note(note)
 

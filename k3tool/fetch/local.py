@@ -10,7 +10,7 @@ from pathlib import Path
 
 from k3tool.checkpoint.manifest import FileRecord, load_manifest
 from k3tool.checkpoint.own import is_own
-from k3tool.checkpoint.source import LocalSource, read_exactly
+from k3tool.checkpoint.source import LocalSource, read_exactly, text_of
 from k3tool.disk import disk_errors
 from k3tool.errors import CheckpointMissing, K3Error, UsageError
 from k3tool.hub import Listing, RemoteFile, RetryPolicy, SystemClock
@@ -37,10 +37,11 @@ class FolderSource(LocalSource):
     def __init__(self, root: Path, dest: Path) -> None:
         """Raises UsageError where `dest` lies in the folder, or around it."""
         super().__init__(root)
-        self.repo = os.path.realpath(root)
+        real = os.path.realpath(root)
+        self.repo = text_of(real)
         self.clock = SystemClock()
         self.connections = _Counted()
-        inner, outer = Path(os.path.realpath(dest)), Path(self.repo)
+        inner, outer = Path(os.path.realpath(dest)), Path(real)
         if inner == outer or outer in inner.parents or inner in outer.parents:
             raise UsageError(f"--local-dir {dest} and {root} overlap", hint="name a folder beside it")
         self.listing = self._list()

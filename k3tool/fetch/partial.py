@@ -40,6 +40,12 @@ def trusted_length(path: Path, synced: tuple[int, str] | None) -> int:
     return length if boot and boot == boot_id() else min(length, durable)
 
 
+def was_brought(ledger: Ledger, name: str, size: int) -> bool:
+    """Whether the file under its final name is what this job has written there, though its record did not come after."""
+    durable, _ = ledger.synced.get(name, (-1, ""))
+    return durable == size and not partial_path(ledger.state, name).exists()
+
+
 class Digests:
     """SHA-256 of what passes, and the git blob SHA-1 beside it where that is what was published."""
 
@@ -143,8 +149,9 @@ class Partial:
             self.path.unlink(missing_ok=True)
 
     def finish(self, target: Path) -> None:
-        """Give the file its final name; durable when this returns."""
+        """Give the file its final name; durable when this returns. The ledger knows before that it is whole."""
         sync_file(self._file, target)
+        self._mark(self.position)
         self.__exit__()
         make_folder(target.parent)
         with disk_errors(target, "write"):

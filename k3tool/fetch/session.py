@@ -20,6 +20,7 @@ from k3tool.events import Progress
 from k3tool.fetch.folder import manifest_of
 from k3tool.fetch.index_text import RemoteIndex, from_folder, read_proven
 from k3tool.fetch.local import FolderSource
+from k3tool.fetch.partial import was_brought
 from k3tool.fetch.reuse import adopt, belongs, candidates, hash_file
 from k3tool.fetch.structure import Structure
 from k3tool.fetch.target import Target
@@ -146,10 +147,17 @@ class Session:
             mismatch = digests.mismatch()
             if mismatch is not None:
                 self._replace(target, f"{mismatch[0]} differs (expected {mismatch[1]}, found {mismatch[2]})")
-            elif target.expected is None and self._recorded(target.name) is None:
+            elif target.expected is None and not self._is_ours(target):
                 self._replace(target, "has no known digest")
             else:
                 self._keep(target, digests.sha256)
+
+    def _is_ours(self, target: Target) -> bool:
+        """Whether a file that nothing is published for was made here."""
+        if self._recorded(target.name) is not None:
+            return True
+        with disk_errors(self.folder / target.name):
+            return was_brought(self.job.ledger, target.name, target.size)
 
     def _recorded(self, name: str) -> FileRecord | None:
         manifest = self.manifest

@@ -139,7 +139,7 @@ def _refuse_repeats(names: list[str], what: str) -> None:
 
 
 def _text(value: str) -> bytes:
-    data = value.encode()
+    data = value.encode(errors="backslashreplace")
     return struct.pack("<Q", len(data)) + data
 
 

@@ -76,13 +76,13 @@ def earlier_rows(folder: Path, plan_id: str) -> list[Row]:
 def report_chunks(head: Mapping[str, Any], rows: Iterable[Row]) -> Iterator[bytes]:
     """The report file: `head`, then a line for each module, worst first."""
     opening = json.dumps({**head, "columns": COLUMNS}, indent=1, ensure_ascii=False)
-    yield opening.removesuffix("\n}").encode()
+    yield opening.removesuffix("\n}").encode(errors="replace")
     yield b',\n "tensors": ['
     ordered = sorted(rows, key=_worst_first)
     for number, row in enumerate(ordered):
         entry = [row.path, row.before, row.after, *row.measured.as_json()]
         line = json.dumps(entry + ([row.weighted.as_json()] if row.weighted else []), ensure_ascii=False)
-        yield (",\n  " if number else "\n  ").encode() + line.encode()
+        yield (",\n  " if number else "\n  ").encode() + line.encode(errors="replace")
     yield b"\n ]\n}\n"
 
 
