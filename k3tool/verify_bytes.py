@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from k3tool.checkpoint.manifest import FileRecord, load_manifest
+from k3tool.checkpoint.manifest import MANIFEST_NAME, FileRecord, load_manifest
 from k3tool.checkpoint.reader import Checkpoint
 from k3tool.disk import refusal
 from k3tool.errors import CheckpointCorrupt, CheckpointMissing
@@ -68,6 +68,8 @@ def _of_ranks(checkpoint: Checkpoint, ranks: list[str]) -> tuple[dict[str, FileR
         own = load_manifest(folder / rank)
         if own is not None:
             digests.update({f"{rank}/{name}": record for name, record in own.files.items()})
+            itself = f"{rank}/{MANIFEST_NAME}"
+            digests.update({itself: found[itself]} if itself in found else {})
             origin = origin or f"the manifest of k3tool {own.command}"
         elif whole is not None:
             digests.update({name: r for name, r in whole.files.items() if name.startswith(f"{rank}/")})

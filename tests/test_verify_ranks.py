@@ -113,3 +113,23 @@ def test_a_rank_needs_no_other_for_its_tokenizer(tmp_path: Path, capsys):
         (ranks / name).unlink()
     assert load_tokenizer(ranks).encode("ab") == load_tokenizer(whole).encode("ab")
     assert k3tool(capsys, "reshard", ranks, tmp_path / "back", "--gpus", "1", "--layout", "hf", "-q").code == 0
+
+
+def test_every_file_of_a_rank_is_read_whoever_asks(ranks: Path, capsys):
+    """Of all ranks, of one of them, and of its folder alone."""
+    rank = ranks / RANK
+    for path in sorted(
+        path for path in rank.iterdir() if path.name != "k3tool-manifest.json" and path.suffix != ".jsonl"
+    ):
+        data = path.read_bytes()
+        path.write_bytes(data[:-2] + bytes([data[-2] ^ 1]) + data[-1:])
+        for arguments in ([ranks], [ranks, "--rank", "2"], [rank]):
+            ran = k3tool(capsys, "verify", *arguments, "--depth", "bytes")
+            assert ran.code == 11 and path.name in ran.err, (path, arguments)
+        assert k3tool(capsys, "verify", ranks, "--rank", "0-1,3", "--depth", "bytes").code == 0
+        path.write_bytes(data)
+    manifest = rank / "k3tool-manifest.json"  # its own digest stands in the manifest of all
+    manifest.write_bytes(manifest.read_bytes().replace(b"reshard", b"reshare", 1))
+    for arguments in ([ranks], [ranks, "--rank", "2"]):
+        ran = k3tool(capsys, "verify", *arguments, "--depth", "bytes")
+        assert ran.code == 11 and f"{RANK}/{manifest.name}" in ran.err
