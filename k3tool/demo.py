@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,8 @@ REPO = "moonshotai/Kimi-K3"
 MARKER = ".k3tool-demo"
 PROMPT = "the quick brown fox"
 _OWN = ("hub", "checkpoint", "ranks", "quantized", "hf-home")
+# What would lead the demo's commands elsewhere: to the user's own Hub, through a proxy, or to a share of the work.
+_ELSEWHERE = ("HF_", "HUGGING", "TRANSFORMERS_", "SLURM_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
 
 
 @dataclass(frozen=True)
@@ -85,24 +87,46 @@ def play(folder: Path, announce: Callable[[Step], None], progress: Progress = SI
 
     prepare(folder, progress)
     with serve(folder / "hub", REPO) as hub:
-        environment = {
-            **os.environ,
-            "HF_ENDPOINT": hub.endpoint,
-            "HF_HOME": str(folder.resolve() / "hf-home"),
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        }
-        for name in ("HF_TOKEN", "HF_HUB_OFFLINE"):
-            environment.pop(name, None)
+        environment = surroundings(os.environ, hub.endpoint, folder)
         for step in STEPS:
             announce(step)
             outcome = _run(step, folder, environment)
             yield outcome
             if outcome.exit_code:
-                raise CheckFailed(
-                    f"the demo stopped: `{step.typed}` ended with {outcome.exit_code}",
-                    hint=f"run it again in {folder} with K3TOOL_DEBUG=1",
-                )
+                raise _stopped(outcome)
+
+
+def surroundings(inherited: Mapping[str, str], endpoint: str, folder: Path) -> dict[str, str]:
+    """The environment of the demo's commands: the stand-in is their Hub, reached directly, whatever proxy is set."""
+    kept = {
+        name: value
+        for name, value in inherited.items()
+        if not name.startswith(_ELSEWHERE) and not name.lower().endswith("_proxy")
+    }
+    here = str(Path(__file__).resolve().parents[1])  # they start in `folder`, where a relative path finds nothing
+    paths = [os.path.abspath(path) for path in inherited.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return {
+        **kept,
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys([here, *paths])),
+        "NO_PROXY": "*",  # systems have settings of their own beside the environment
+        "HF_ENDPOINT": endpoint,
+        "HF_HOME": str(folder.resolve() / "hf-home"),
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }
+
+
+def _stopped(outcome: Outcome) -> CheckFailed:
+    """Why the demo ends here, in the words of the command that failed."""
+    said = outcome.output.splitlines()
+    cause = next((line for line in reversed(said) if line.startswith("error: ")), "").removeprefix("error: ")
+    hint = next((line for line in reversed(said) if line.startswith("hint: ")), "").removeprefix("hint: ")
+    why = f": {cause}" if cause else ""
+    return CheckFailed(
+        f"the demo stopped: `{outcome.step.typed}` ended with {outcome.exit_code}{why}",
+        hint=hint or "K3TOOL_DEBUG=1 shows more when it is run again",
+        output=outcome.output[-4000:],
+    )
 
 
 def _run(step: Step, folder: Path, environment: dict[str, str]) -> Outcome:

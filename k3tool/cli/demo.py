@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -17,14 +18,14 @@ SHOWN_LINES = 26
 
 
 def command(
-    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Folder to play in; it stays.")] = Path("k3-demo"),
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to play in; it stays.")] = Path("k3-demo"),
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Take a tiny checkpoint in the released layout through every command, on this machine, without a network.
 
-    Writes 93 layers in 96 shards with random weights (about 15 MB), serves them from a local stand-in of the Hub, and
-    shows fetch, verify, inspect, plan, reshard, quantize and run. The folder is left for you to play with.
+    Writes 93 layers in 96 shards with random weights (18 MB), serves them from a local stand-in of the Hub, and shows
+    fetch, verify, inspect, plan, reshard, quantize and run. The folder, 90 MB in the end, is left for you to play with.
     """
     from k3tool.demo import Step, play
 
@@ -36,7 +37,8 @@ def command(
         def announce(step: Step) -> None:
             if not json and not quiet:
                 output.close()
-                sys.stdout.write(f"\n# {step.why}\n$ {step.typed}\n")
+                entered = "" if steps else f"\n$ cd {shlex.quote(str(folder))}"
+                sys.stdout.write(f"{entered}\n# {step.why}\n$ {step.typed}\n")
                 sys.stdout.flush()
 
         for outcome in play(folder, announce, output.progress):
