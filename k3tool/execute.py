@@ -18,6 +18,7 @@ from typing import Any
 
 from k3tool.checkpoint.ledger import Ledger, job_id
 from k3tool.checkpoint.manifest import FileRecord, Manifest, load_manifest
+from k3tool.checkpoint.ranges import OPEN_FILES
 from k3tool.checkpoint.source import Source
 from k3tool.checkpoint.table import Tensors
 from k3tool.checkpoint.writer import AtomicFile
@@ -25,6 +26,7 @@ from k3tool.destination import check_space, clear, guard
 from k3tool.disk import make_folder
 from k3tool.errors import CapacityError, K3Error, PartlyDone, UsageError, tell
 from k3tool.events import SILENT, Progress
+from k3tool.lockstep import limit
 from k3tool.memory import peak_bytes
 from k3tool.plan import FileJob, Plan
 from k3tool.reclaim import Reclaimer
@@ -32,6 +34,7 @@ from k3tool.units import format_bytes
 from k3tool.worker import Finished, Stopped, Worker, run_threads
 
 BUFFER_BYTES = 2 << 20
+SPARE_FILES = 64  # open beside those of the workers: the ledger, sockets, libraries
 LEAST_BUFFER_BYTES = 256 << 10
 REMOTE_WINDOW_BYTES = 32 << 20
 INTERPRETER_BYTES = 64 << 20  # what Python and numpy themselves hold, where it cannot be measured
@@ -185,6 +188,26 @@ def allowance(jobs: Sequence[FileJob], source: Source, options: Options) -> tupl
     return workers, buffer_bytes
 
 
+def open_files(workers: int, wanted: int) -> tuple[int, int]:
+    """(workers, files that each may write at a time) where each would write `wanted`, within the limit of the process,
+    which is raised as far as it may be. Fewer workers come before smaller batches: those would read again what their files
+    share."""
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        each = OPEN_FILES + 1  # of the source, and a folder that is synced
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        needed = SPARE_FILES + workers * (wanted + each)
+        if soft != resource.RLIM_INFINITY and soft < needed:
+            top = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+            with contextlib.suppress(OSError, ValueError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, top), hard))
+            room = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE_FILES
+            workers = max(1, min(workers, room // (wanted + each)))
+            wanted = max(1, min(wanted, room // workers - each))
+    return workers, wanted
+
+
 class _Run:
     """One execution of a plan inside a held ledger."""
 
@@ -270,14 +293,23 @@ class _Run:
         self, batches: Sequence[tuple[FileJob, ...]], workers: int, buffer_bytes: int, task: str, report: Report
     ) -> None:
         todo: queue.SimpleQueue[tuple[FileJob, ...]] = queue.SimpleQueue()
+        workers, most = open_files(workers, max(len(batch) for batch in batches))
         for batch in batches:
-            todo.put(batch)
+            for files in limit(batch, most):
+                todo.put(files)
 
         def advanced(amount: int) -> None:
             self.options.progress.advanced(task, amount)
 
         def loop() -> None:
-            worker = Worker(self.tensors, self.dest, buffer_bytes=buffer_bytes, stop=self.stop, advanced=advanced)
+            worker = Worker(
+                self.tensors,
+                self.dest,
+                buffer_bytes=buffer_bytes,
+                stop=self.stop,
+                advanced=advanced,
+                bridge=len(self.wanted) < len(self.plan.jobs),
+            )
             try:
                 while not self.stop.is_set():
                     self._record(worker.write(todo.get_nowait()), report)

@@ -64,8 +64,10 @@ class FileJob:
     data_bytes, read_bytes, step_bytes: tensor bytes written; source bytes needed; the most memory that one step
         needs beside the copy buffers. `file_job` computes them.
     metadata: the `__metadata__` of the safetensors header.
-    batch: jobs of the same non-empty batch are written together by one worker, step by step: step k of each cuts
-        the same source tensor, which is then read once for all of them.
+    batch: jobs of the same non-empty batch are written together by one worker, in the order of `places`, so that what
+        several of them want is read once.
+    places: for each step of a batched job, where it stands among the steps of all jobs, ascending: equal places are the
+        same tensors. share: which of the shares of divided tensors the file holds.
     head: the file's first bytes where it is no safetensors file (the steps' outputs follow without gaps).
     """
 
@@ -77,6 +79,8 @@ class FileJob:
     metadata: Mapping[str, str] = field(default_factory=lambda: {"format": "pt"})
     batch: str = ""
     head: bytes | None = None
+    places: Sequence[int] = ()
+    share: int = 0
 
     def outputs(self) -> Iterator[TensorOut]:
         return (output for step in self.steps for output in step.outputs)
@@ -162,23 +166,6 @@ class Plan:
         }
 
 
-def reads_of(jobs: Sequence[FileJob]) -> int:
-    """Source bytes that writing these files of one batch together reads: cuts of the same rows, and what all of them
-    store whole, are read once; a lone file of a batch reads whole rows too. The first file speaks for all."""
-    if not jobs[0].batch:
-        return sum(job.read_bytes for job in jobs)
-    total = 0
-    for step in jobs[0].steps:
-        for region in step.needs:
-            blocks = region.blocks
-            if blocks.rows > 1:
-                total += (blocks.rows - 1) * blocks.pitch + (blocks.pitch if len(jobs) > 1 else blocks.width)
-            else:
-                whole = region.size == (region.shape or (1,))[region.axis]
-                total += blocks.width if whole else len(jobs) * blocks.width
-    return total
-
-
 def pack(items: Iterable[tuple[Label, Item, int]], max_bytes: int) -> Iterator[tuple[Label, list[Item], int]]:
     """Cut (label, item, bytes) into files: (label, items, bytes), in order.
 
@@ -214,6 +201,5 @@ __all__ = [
     "carry",
     "file_job",
     "pack",
-    "reads_of",
     "whole",
 ]

@@ -24,6 +24,7 @@ from k3tool.checkpoint.table import TensorTable
 from k3tool.checkpoint.writer import fsync_folder, sync_file, write_atomic
 from k3tool.disk import disk_errors
 from k3tool.errors import CheckFailed, CheckpointMissing, UsageError
+from k3tool.lockstep import neighbours
 from k3tool.plan import FileJob, Plan
 from k3tool.transform.reshard import RECLAIMED_NAME
 
@@ -108,7 +109,7 @@ class Reclaimer:
             raise UsageError(f"--reclaim: {root} is read-only", hint="leave --reclaim out")
 
     def needed_bytes(self, jobs: Sequence[FileJob]) -> int:
-        """The most that DEST needs at once beyond what the source gives up, one file of margin for each worker."""
+        """The most that DEST needs at once beyond what the source gives up, one batch of files of margin for each worker."""
         waiting = {shard: set(paths) for shard, paths in self._readers.items() if shard not in self._freed}
         todo = {job.path for job in jobs}
         for paths in waiting.values():
@@ -125,7 +126,10 @@ class Reclaimer:
                 waiting[shard].discard(job.path)
                 if not waiting[shard]:
                     held -= self._sizes[shard] - self._headers[shard]
-        return peak + 2 * max((job.size_estimate for job in jobs), default=0)
+        together: dict[str, int] = defaultdict(int)  # files of a batch are there before the first of their shards goes
+        for job in jobs:
+            together[job.batch or job.path] += job.size_estimate
+        return peak + 2 * max(together.values(), default=0)
 
     def durable(self, done: Mapping[str, FileRecord]) -> None:
         """Free every shard whose readers are all in `done`. Raises CheckFailed where one reads back differently."""
@@ -201,12 +205,13 @@ def _is_emptied(path: Path) -> bool:
 
 
 def readers(plan: Plan, table: TensorTable) -> dict[str, set[str]]:
-    """Source shard to the output files that need it. Files of a batch read the same tensors, so one speaks for all."""
+    """Source shard to the output files that need it. TP neighbours read the same tensors, so one speaks for all."""
     found: dict[str, set[str]] = {shard: set() for shard in table.shards}
     for batch in plan.batches():
-        paths = {job.path for job in batch}
-        for shard in set(_shards(batch[0], table)):
-            found[shard] |= paths
+        for alike in neighbours(batch):
+            paths = {job.path for job in alike}
+            for shard in set(_shards(alike[0], table)):
+                found[shard] |= paths
     return found
 
 

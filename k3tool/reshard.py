@@ -22,7 +22,8 @@ from k3tool.errors import CheckpointMissing, UsageError
 from k3tool.execute import Options, Part, Report, SmallFile, execute, source_identity
 from k3tool.garbage import collector_paused
 from k3tool.layout import Layout, check, choose, expert_block, rank_folder, stages
-from k3tool.plan import FileJob, Plan, reads_of
+from k3tool.lockstep import reads_of
+from k3tool.plan import FileJob, Plan
 from k3tool.readback import Readback, verify_joined, verify_written, written_files
 from k3tool.reclaim import ReclaimedSource, Reclaimer, finish_note, read_note, refuse_reclaimed
 from k3tool.transform.forms import Opened, data_companions, open_form

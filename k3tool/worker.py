@@ -1,8 +1,8 @@
 """One worker's loop: the files of one batch, each written front to back once, from bounded reused buffers.
 
 Ranges that are whole go through one buffer (read, hash, write); strided ranges are read as whole rows in blocks and
-cut in memory, once for all files of the batch that want a cut of the same tensor. No more than the buffers, the inputs
-and outputs of one transform, and the inputs of the next, is ever held.
+cut in memory. Whatever several files of the batch want, they get from one reading and one transform. No more than the
+buffers, the inputs and outputs of one transform, and the inputs of the next, is ever held.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import hashlib
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy
 
@@ -24,6 +24,7 @@ from k3tool.checkpoint.ranges import Range, Reader
 from k3tool.checkpoint.table import Tensors
 from k3tool.checkpoint.writer import AtomicFile
 from k3tool.disk import make_folder
+from k3tool.lockstep import Span, Work, is_woven, lockstep, ranges, spans, works
 from k3tool.plan import Compute, Copy, FileJob, Literal, Region, Step, Zeros
 from k3tool.transform.base import AHEAD_BYTES, Blocks
 
@@ -39,6 +40,10 @@ class Sink(Protocol):
     """Takes the bytes of one output in order."""
 
     def write(self, data: Any) -> object: ...
+
+
+Sinks = Sequence[Sink]
+Item = TypeVar("Item")
 
 
 @dataclass
@@ -75,168 +80,139 @@ class StepRunner:
         self._ahead.close()
         self._reader.close()
 
-    def spans(self, steps: Iterator[Step]) -> Iterator[Range]:
-        """The file ranges from which each region comes, first to last byte, in order."""
-        for step in steps:
-            for region in step.needs:
-                place = self._tensors.locate(region.tensor)
-                blocks = region.blocks
-                start = place.offset + blocks.offset
-                yield place.shard, start, start + max(0, blocks.rows - 1) * blocks.pitch + blocks.width
+    def spans(self, works: Iterator[Work]) -> Iterator[Range]:
+        """The file ranges that are read, first to last byte, in order."""
+        for work in works:
+            for tensor, start, stop in ranges(work):
+                place = self._tensors.locate(tensor)
+                yield place.shard, place.offset + start, place.offset + stop
 
     def run(self, sinks: Sequence[Sink], steps: Sequence[Step], measured: Sequence[list[Any]]) -> None:
-        """One step for each sink. Steps that cut the same tensor read it once."""
-        for members in _shared(steps):
-            first = steps[members[0]]
-            if len(members) > 1:
-                self._scatter([(sinks[index], steps[index].needs[0]) for index in members])
-            elif isinstance(first, Copy):
-                self._copy(sinks[members[0]], first)
-            else:
-                self._compute(sinks[members[0]], first, measured[members[0]])
+        """One step of one place for each sink. What they share is read and made once, and measured for the first."""
+        for work in works(steps):
+            wanted = [(step, [sinks[number] for number in numbers]) for step, numbers in work.wanted]
+            self._do(wanted, measured[work.wanted[0][1][0]])
 
-    def _put(self, sink: Sink, data: Any) -> None:
-        if self._stop.is_set():
-            raise Stopped
-        sink.write(data)
-        self._advanced(len(data))
+    def _do(self, wanted: Sequence[tuple[Step, Sinks]], measured: list[Any]) -> None:
+        first = wanted[0][0]
+        if isinstance(first, Compute):
+            self._compute(wanted, measured)
+        elif is_woven(first):
+            self._weave(wanted)
+        else:
+            for step, sinks in wanted:
+                self._copy(sinks, step)
+
+    def _put(self, sinks: Sinks, data: Any) -> None:
+        """The same bytes into each."""
+        for sink in sinks:
+            if self._stop.is_set():
+                raise Stopped
+            sink.write(data)
+            self._advanced(len(data))
 
     # Copies
 
-    def _copy(self, sink: Sink, step: Copy) -> None:
-        rows = [step.rows(member) for member in step.members]
-        if len(step.members) == 1 or rows[0].rows == 1:
-            for member in step.members:
-                self._copy_member(sink, member, step)
-        else:
-            self._interleave(sink, step, rows)
+    def _copy(self, sinks: Sinks, step: Copy) -> None:
+        for member in step.members:
+            if isinstance(member, Literal):
+                self._put(sinks, member.data)
+            elif isinstance(member, Zeros):
+                self._zeros(sinks, step.rows(member).width)
+            else:
+                self._copy_range(sinks, member.tensor, member.blocks.offset, member.blocks.width)
 
-    def _copy_member(self, sink: Sink, member: Region | Zeros | Literal, step: Copy) -> None:
-        if isinstance(member, Literal):
-            self._put(sink, member.data)
-        elif isinstance(member, Zeros):
-            self._zeros(sink, step.rows(member).width)
-        elif member.blocks.rows == 1:
-            place = self._tensors.locate(member.tensor)
-            self._copy_range(sink, place.shard, place.offset + member.blocks.offset, member.blocks.width)
-        else:
-            self._scatter([(sink, member)])
-
-    def _copy_range(self, sink: Sink, shard: str, offset: int, length: int) -> None:
+    def _copy_range(self, sinks: Sinks, tensor: str, offset: int, length: int) -> None:
+        place = self._tensors.locate(tensor)
+        offset += place.offset
         buffer = memoryview(self._in)[:COPY_BYTES]
         while length:
             block = buffer[: min(length, len(buffer))]
-            self._reader.read_into(shard, offset, block)
-            self._put(sink, block)
+            self._reader.read_into(place.shard, offset, block)
+            self._put(sinks, block)
             offset, length = offset + len(block), length - len(block)
 
-    def _zeros(self, sink: Sink, length: int) -> None:
+    def _zeros(self, sinks: Sinks, length: int) -> None:
         while length:
             block = bytes(min(length, len(self._in)))
-            self._put(sink, block)
+            self._put(sinks, block)
             length -= len(block)
 
-    def _scatter(self, wanted: Sequence[tuple[Sink, Region]]) -> None:
-        """Cuts of one tensor's rows, or the same range, into several files; the tensor is read once, in row blocks."""
-        region = wanted[0][1]
-        place = self._tensors.locate(region.tensor)
-        cuts = [cut.blocks for _, cut in wanted]
-        if cuts[0].rows == 1:  # the same plain range for all
-            self._fan_out([sink for sink, _ in wanted], place.shard, place.offset + cuts[0].offset, cuts[0].width)
+    def _weave(self, wanted: Sequence[tuple[Step, Sinks]]) -> None:
+        """Outputs whose rows are cut from, or joined of, rows of source tensors: blocks of rows, each read once and
+        assembled in memory for one output after the other."""
+        outputs = [(step, [step.rows(member) for member in step.members], sinks) for step, sinks in wanted]
+        count = outputs[0][1][0].rows
+        width = max(sum(member.width for member in members) for _, members, _ in outputs)
+        found = {
+            tensor: _Rows(span, self._steps_over(span)) for tensor, span in spans(step for step, _ in wanted).items()
+        }
+        if width > len(self._out) or sum(rows.width for rows in found.values()) > len(self._in):
+            self._row_by_row(outputs, count)
             return
-        first = min(cut.offset for cut in cuts)
-        span = max(cut.offset + cut.width for cut in cuts) - first  # bytes of a row that someone wants
-        pitch, rows = cuts[0].pitch, cuts[0].rows
-        by_row = span > len(self._in) or (pitch - span > LOCAL_GAP and self._reader.is_local)
-        if by_row:
-            self._scatter_rows([sink for sink, _ in wanted], place.shard, place.offset, cuts)
-            return
-        done = 0
-        while done < rows:
-            some = max(1, min(rows - done, (len(self._in) - span) // pitch + 1))
-            block = memoryview(self._in)[: (some - 1) * pitch + span]
-            self._reader.read_into(place.shard, place.offset + first + done * pitch, block)
-            for (sink, _), cut in zip(wanted, cuts, strict=True):
-                self._put(sink, self._cut(block, cut.offset - first, cut.width, pitch, some))
-            done += some
+        held = min(len(self._out) // max(1, width), _fitting(found.values(), len(self._in)))
+        for first in range(0, count, held):
+            some = min(held, count - first)
+            self._read_rows(found, first, some)
+            for step, members, sinks in outputs:
+                self._put(sinks, self._assemble(step, members, found, some))
 
-    def _cut(self, block: memoryview, offset: int, width: int, pitch: int, rows: int) -> memoryview:
-        source = numpy.frombuffer(block, dtype=numpy.uint8)
-        view = numpy.lib.stride_tricks.as_strided(source[offset:], (rows, width), (pitch, 1), writeable=False)
-        out = numpy.frombuffer(self._out, dtype=numpy.uint8, count=rows * width)
-        numpy.copyto(out.reshape(rows, width), view)
-        return memoryview(self._out)[: rows * width]
+    def _steps_over(self, span: Span) -> bool:
+        """Whether what lies between the wanted bytes of two rows is left out: where reading through it takes longer."""
+        return self._reader.is_local and span.pitch - (span.stop - span.start) > LOCAL_GAP
 
-    def _fan_out(self, sinks: Sequence[Sink], shard: str, offset: int, length: int) -> None:
-        buffer = memoryview(self._in)[:COPY_BYTES]
-        while length:
-            block = buffer[: min(length, len(buffer))]
-            self._reader.read_into(shard, offset, block)
-            for sink in sinks:
-                self._put(sink, block)
-            offset, length = offset + len(block), length - len(block)
+    def _read_rows(self, found: Mapping[str, _Rows], first: int, some: int) -> None:
+        """The next `some` rows of each tensor, one tensor after the other in the buffer."""
+        at = 0
+        for tensor, rows in found.items():
+            place = self._tensors.locate(tensor)
+            start = place.offset + rows.span.start + first * rows.span.pitch
+            length = rows.bytes_of(some)
+            rows.data = memoryview(self._in)[at : at + length]
+            at += length
+            if not rows.apart:
+                self._reader.read_into(place.shard, start, rows.data)
+                continue
+            for row in range(some):
+                piece = rows.data[row * rows.width : (row + 1) * rows.width]
+                self._reader.read_into(place.shard, start + row * rows.span.pitch, piece)
 
-    def _scatter_rows(self, sinks: Sequence[Sink], shard: str, base: int, cuts: Sequence[Blocks]) -> None:
-        """Row by row, for rows so wide or so far apart that a block of them would be mostly waste."""
-        for row in range(cuts[0].rows):
-            for sink, cut in zip(sinks, cuts, strict=True):
-                self._copy_range(sink, shard, base + cut.offset + row * cut.pitch, cut.width)
-
-    def _interleave(self, sink: Sink, step: Copy, members: Sequence[Blocks]) -> None:
-        """Several members side by side in every row of the output: whole row blocks, assembled in memory."""
+    def _assemble(self, step: Any, members: Sequence[Blocks], found: Mapping[str, _Rows], some: int) -> memoryview:
         width = sum(member.width for member in members)
-        rows = members[0].rows if width else 0
-        if width > len(self._out):
-            for row in range(rows):
+        out = numpy.frombuffer(self._out, dtype=numpy.uint8, count=some * width).reshape(some, width)
+        column = 0
+        for member, blocks in zip(step.members, members, strict=True):
+            into = out[:, column : column + blocks.width]
+            into[...] = found[member.tensor].cut(blocks, some) if isinstance(member, Region) else 0
+            column += blocks.width
+        return memoryview(self._out)[: some * width]
+
+    def _row_by_row(self, outputs: Sequence[tuple[Any, Sequence[Blocks], Sinks]], count: int) -> None:
+        """For rows so wide that not one fits into the buffer."""
+        for row in range(count):
+            for step, members, sinks in outputs:
                 for member, blocks in zip(step.members, members, strict=True):
-                    self._member_row(sink, member, blocks, row)
-            return
-        done = 0
-        while done < rows:
-            some = min(rows - done, len(self._out) // width)
-            out = numpy.frombuffer(self._out, dtype=numpy.uint8, count=some * width).reshape(some, width)
-            column = 0
-            for member, blocks in zip(step.members, members, strict=True):
-                self._fill(out[:, column : column + blocks.width], member, blocks, done)
-                column += blocks.width
-            self._put(sink, memoryview(self._out)[: some * width])
-            done += some
-
-    def _member_row(self, sink: Sink, member: Region | Zeros | Literal, blocks: Blocks, row: int) -> None:
-        if isinstance(member, Region):
-            place = self._tensors.locate(member.tensor)
-            self._copy_range(sink, place.shard, place.offset + blocks.offset + row * blocks.pitch, blocks.width)
-        else:
-            self._zeros(sink, blocks.width)
-
-    def _fill(self, out: Any, member: Region | Zeros | Literal, blocks: Blocks, row: int) -> None:
-        if not isinstance(member, Region):
-            out[...] = 0
-            return
-        place = self._tensors.locate(member.tensor)
-        rows, width = out.shape
-        done = 0
-        while done < rows:
-            some = max(1, min(rows - done, (len(self._in) - width) // blocks.pitch + 1))
-            block = memoryview(self._in)[: (some - 1) * blocks.pitch + width]
-            start = place.offset + blocks.offset + (row + done) * blocks.pitch
-            self._reader.read_into(place.shard, start, block)
-            source = numpy.frombuffer(block, dtype=numpy.uint8)
-            view = numpy.lib.stride_tricks.as_strided(source, (some, width), (blocks.pitch, 1), writeable=False)
-            out[done : done + some] = view
-            done += some
+                    if isinstance(member, Region):
+                        self._copy_range(sinks, member.tensor, blocks.offset + row * blocks.pitch, blocks.width)
+                    else:
+                        self._zeros(sinks, blocks.width)
 
     # Transforms
 
-    def _compute(self, sink: Sink, step: Compute, measured: list[Any]) -> None:
-        inputs = self._ahead.take(step)
+    def _compute(self, wanted: Sequence[tuple[Step, Sinks]], measured: list[Any]) -> None:
+        first = wanted[0][0]
+        assert isinstance(first, Compute)
+        inputs = self._ahead.take(first)
         if isinstance(self.following, Compute) and self.following.input_bytes <= AHEAD_BYTES:
             self._ahead.start(self.following)
-        applied = step.transform.apply(inputs)
-        for output, data in zip(step.outputs, applied.outputs, strict=True):
-            view = memoryview(data).cast("B")
-            assert len(view) == output.nbytes, f"{output.name}: {len(view)} bytes made, {output.nbytes} declared"
-            self._put(sink, view)
+        applied = first.transform.apply(inputs)
+        for step, sinks in wanted:
+            assert isinstance(step, Compute)
+            kept = applied.outputs if step.keep is None else step.keep.take(applied.outputs)
+            for output, data in zip(step.outputs, kept, strict=True):
+                view = memoryview(data).cast("B")
+                assert len(view) == output.nbytes, f"{output.name}: {len(view)} bytes made, {output.nbytes} declared"
+                self._put(sinks, view)
         if applied.measured is not None:
             measured.append(applied.measured)
 
@@ -248,12 +224,45 @@ class StepRunner:
         return arrays
 
     def _whole(self, region: Region, array: Any) -> None:
+        """All of a region in memory, through no other buffer: another step may be at work in those."""
         blocks = region.blocks
-        if blocks.rows > 1:
-            self._fill(array.reshape(blocks.rows, blocks.width), region, blocks, 0)
-            return
         place = self._tensors.locate(region.tensor)
-        self._reader.read_into(place.shard, place.offset + blocks.offset, memoryview(array))
+        for row in range(blocks.rows):
+            piece = memoryview(array)[row * blocks.width : (row + 1) * blocks.width]
+            self._reader.read_into(place.shard, place.offset + blocks.offset + row * blocks.pitch, piece)
+
+
+@dataclass
+class _Rows:
+    """Wanted rows of one source tensor. apart: what lies between them is left out. data: those in memory."""
+
+    span: Span
+    apart: bool
+    data: Any = b""
+
+    @property
+    def width(self) -> int:
+        """Wanted bytes of one row, first to last."""
+        return self.span.stop - self.span.start
+
+    @property
+    def pitch(self) -> int:
+        """Bytes from one row in memory to the next."""
+        return self.width if self.apart else self.span.pitch
+
+    def bytes_of(self, rows: int) -> int:
+        return (rows - 1) * self.pitch + self.width
+
+    def cut(self, blocks: Blocks, rows: int) -> Any:
+        """[rows, width] of the rows in memory."""
+        source = numpy.frombuffer(self.data, dtype=numpy.uint8)[blocks.offset - self.span.start :]
+        return numpy.lib.stride_tricks.as_strided(source, (rows, blocks.width), (self.pitch, 1), writeable=False)
+
+
+def _fitting(found: Iterable[_Rows], room: int) -> int:
+    """How many rows of all of them fit into `room` bytes, at least one."""
+    held = list(found)
+    return 1 + (room - sum(rows.width for rows in held)) // max(1, sum(rows.pitch for rows in held))
 
 
 class _Ahead:
@@ -301,7 +310,7 @@ def _aligned(size: int) -> int:
 
 
 class Worker(StepRunner):
-    """Writes one batch of files at a time into `dest`."""
+    """Writes one batch of files at a time into `dest`. bridge: see `Reader.expect`."""
 
     def __init__(
         self,
@@ -311,9 +320,11 @@ class Worker(StepRunner):
         buffer_bytes: int,
         stop: threading.Event,
         advanced: Callable[[int], None],
+        bridge: bool = True,
     ) -> None:
         super().__init__(tensors, buffer_bytes=buffer_bytes, stop=stop, advanced=advanced)
         self._dest = dest
+        self._bridge = bridge
 
     def write(self, jobs: Sequence[FileJob]) -> list[Finished]:
         """Write the files of one batch. On any error their partial files are removed and nothing has its final name.
@@ -322,16 +333,19 @@ class Worker(StepRunner):
         """
         files: list[AtomicFile] = []
         measured: list[list[Any]] = [[] for _ in jobs]
-        self._reader.expect(self.spans(step for steps in _in_step(jobs) for step in steps))
+        coming = (work for steps in lockstep(jobs) for work in works([step for _, step in steps]))
+        self._reader.expect(self.spans(coming), bridge=self._bridge)
         with ExitStack() as stack:
             for job in jobs:
                 path = self._dest / job.path
                 make_folder(path.parent)
                 files.append(stack.enter_context(AtomicFile(path)))
                 files[-1].write(head_of(job))
-            for steps, following in _with_next(_in_step(jobs)):
-                self.following = following[0] if following and len(following) == 1 else None
-                self.run(files, steps, measured)
+            for members, following in _with_next(lockstep(jobs)):
+                self.following = following[0][1] if following else None
+                numbers = [number for number, _ in members]
+                steps = [step for _, step in members]
+                self.run([files[n] for n in numbers], steps, [measured[n] for n in numbers])
             self._reader.check_unchanged()
         return [
             Finished(job.path, file.size, file.sha256, values)
@@ -357,14 +371,10 @@ class _Digest:
         self.value.update(data)
 
 
-def _in_step(jobs: Sequence[FileJob]) -> Iterator[tuple[Step, ...]]:
-    return zip(*(job.steps for job in jobs), strict=True)
-
-
-def _with_next(steps: Iterator[tuple[Step, ...]]) -> Iterator[tuple[tuple[Step, ...], tuple[Step, ...] | None]]:
-    held = next(steps, None)
+def _with_next(groups: Iterator[Item]) -> Iterator[tuple[Item, Item | None]]:
+    held = next(groups, None)
     while held is not None:
-        following = next(steps, None)
+        following = next(groups, None)
         yield held, following
         held = following
 
@@ -374,25 +384,6 @@ def head_of(job: FileJob) -> bytes:
     if job.head is not None:
         return job.head
     return build_header(((o.name, o.dtype, o.shape) for o in job.outputs()), job.metadata)[0]
-
-
-def _shared(steps: Sequence[Step]) -> Iterator[list[int]]:
-    """Indices of steps that are to be done in one reading: cuts of the same rows, or the very same range."""
-    if len(steps) == 1:
-        yield [0]
-        return
-    groups: dict[Any, list[int]] = {}
-    for index, step in enumerate(steps):
-        key: Any = index
-        if isinstance(step, Copy) and len(step.members) == 1 and isinstance(step.members[0], Region):
-            region = step.members[0]
-            blocks = region.blocks
-            if blocks.rows == 1:
-                key = (region.tensor, blocks)
-            else:
-                key = (region.tensor, blocks.pitch, blocks.rows)
-        groups.setdefault(key, []).append(index)
-    yield from groups.values()
 
 
 def run_threads(loop: Callable[[], None], count: int, stop: threading.Event) -> None:

@@ -1,12 +1,13 @@
-"""Forks one `reshard` per line of stdin, so that a test can kill many without starting Python each time.
+"""Forks one `reshard` or `quantize` per line of stdin, so that a test can kill many without starting Python each time.
 
-A line is a job as JSON: source, dest, request; `kill_at`: the child kills itself at that event, where an event is
+A line is a job as JSON: source, dest, request, for `quantize` also schemes; `kill_at`: the child kills itself at that event, where an event is
 every write, sync, rename and ledger entry; `count_to`: a file that gets the number of events of a whole run;
 `file_limit`: the largest file it may write. The answer is its exit code.
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import os
@@ -18,6 +19,7 @@ from typing import Any
 from k3tool.checkpoint import ledger, writer
 from k3tool.errors import K3Error
 from k3tool.execute import Options
+from k3tool.quantize import quantize
 from k3tool.reshard import Request, reshard
 
 EVENTS = [(writer.AtomicFile, "write"), (ledger.Ledger, "_append"), (os, "replace"), (os, "unlink"), (os, "truncate")]
@@ -48,8 +50,12 @@ def child(job: dict[str, Any]) -> int:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["file_limit"], job["file_limit"]))
     try:
-        request = Request(**job["request"])
-        reshard(job["source"], job["dest"], request, options=Options(max_workers=2), reclaim=job.get("reclaim", False))
+        request, schemes = Request(**job["request"]), job.get("schemes")
+        if schemes:
+            quantize(job["source"], job["dest"], **schemes, request=request, options=Options(max_workers=2))
+        else:
+            options = Options(max_workers=2)
+            reshard(job["source"], job["dest"], request, options=options, reclaim=job.get("reclaim", False))
     except K3Error as error:
         print(error.message, file=sys.stderr, flush=True)
         return error.exit_code
@@ -61,9 +67,12 @@ def child(job: dict[str, Any]) -> int:
 
 def main() -> None:
     for line in sys.stdin:
+        job = json.loads(line)
+        if "schemes" in job:
+            importlib.import_module("k3tool.formats.convert")  # the kernels are loaded once, before the forks
         process = os.fork()
         if process == 0:
-            os._exit(child(json.loads(line)))
+            os._exit(child(job))
         print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
 
 

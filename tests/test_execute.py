@@ -166,6 +166,24 @@ def test_killed_at_50_random_moments(source, unbroken, tmp_path, run):
     assert starts > 3
 
 
+def test_quantizing_for_several_ranks_is_killed_and_resumed(source, tmp_path, run):
+    """Files that share what was converted for all of them are finished one by one."""
+    job = {"source": source, "schemes": {"experts": "nvfp4", "latent": "int8"}}
+    events = count_events(run, tmp_path, **job)
+    expected = contents(tmp_path / "measured")
+    rng = random.Random(5)
+    dest = tmp_path / "out"
+    kills = 0
+    while kills < 12:
+        while (code := run(dest=dest, kill_at=rng.randrange(1, events), **job)) != 0:
+            assert code == -signal.SIGKILL
+            kills += 1
+            for path in final_shards(dest):
+                assert path.read_bytes() == expected[str(path.relative_to(dest))]
+        assert contents(dest) == expected  # with the report: every module measured, none twice
+        shutil.rmtree(dest)
+
+
 def test_disk_full_while_writing(source, unbroken, tmp_path, run):
     dest = tmp_path / "out"
     assert run(source=source, dest=dest, file_limit=50_000) == 12

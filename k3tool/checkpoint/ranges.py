@@ -41,9 +41,11 @@ class Reader:
         self._buffer: bytearray | None = None
         self._uncached = UNCACHED
 
-    def expect(self, ranges: Iterator[Range]) -> None:
-        """Announce the ranges that will be read, in order, so that remote ones can be merged into few requests."""
-        self._windows = merge_ranges(ranges, self._buffer_bytes, REMOTE_GAP)
+    def expect(self, ranges: Iterator[Range], *, bridge: bool = True) -> None:
+        """Announce the ranges that will be read, in order, so that remote ones can be merged into few requests.
+
+        bridge: what little lies between two of them may be read with them, because nobody else is going to read it."""
+        self._windows = merge_ranges(ranges, self._buffer_bytes, REMOTE_GAP if bridge else 0)
         self._window = ("", 0, memoryview(b""))
 
     def read_into(self, shard: str, offset: int, buffer: memoryview) -> None:

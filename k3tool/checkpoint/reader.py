@@ -18,6 +18,7 @@ from k3tool.errors import CheckpointCorrupt, CheckpointMissing
 CONFIG_NAME = "config.json"
 MAX_HEADERS_BYTES = 512 << 20  # of one checkpoint; the release has 79 MB
 HEADER_GUESS = 1 << 20  # one read gets the whole header of a released shard (0.82 MB)
+LEAST_GUESS, GUESSED_SHARE = 32 << 10, 32  # of small shards no more than a share: the rest is fetched when it is needed
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ def most_tensors(index: Index) -> int:
 
 
 def read_header(source: Source, shard: str, files: dict[str, int] | None = None, *, most: int | None = None) -> Header:
-    """Read and check one header; one request for headers under 1 MiB. Raises CheckpointMissing, CheckpointCorrupt.
+    """Read and check one header; one request for those of released shards. Raises CheckpointMissing, CheckpointCorrupt.
 
     most: more tensors than these are refused before the header is parsed.
     """
@@ -192,7 +193,8 @@ def read_header(source: Source, shard: str, files: dict[str, int] | None = None,
 
 def read_header_text(source: Source, shard: str, size: int) -> bytes:
     """The JSON of one header, unchecked but for its length. Raises CheckpointCorrupt."""
-    first = source.read(shard, 0, min(size, HEADER_GUESS))
+    guess = min(HEADER_GUESS, max(LEAST_GUESS, size // GUESSED_SHARE))
+    first = source.read(shard, 0, min(size, guess))
     length = header_length(first, size, where=f"{source.label}/{shard}")
     text = first[8 : 8 + length]
     if len(text) < length:

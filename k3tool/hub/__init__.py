@@ -99,6 +99,10 @@ class HubSource:
         size = self.remote(name).size
         if offset + len(buffer) > size:
             raise self._beyond(name, offset, len(buffer), size)
+        whole = self._small.get(name)
+        if whole is not None:
+            buffer.cast("B")[:] = whole[offset : offset + len(buffer)]
+            return
         self._fill(name, offset, buffer.cast("B"))
 
     def local_path(self, name: str) -> Path | None:

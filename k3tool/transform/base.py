@@ -7,7 +7,7 @@ source ranges or the result of a `Compute` on them, and in both cases a pure fun
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
@@ -144,7 +144,9 @@ class Applied(NamedTuple):
 
 
 class Transform(Protocol):
-    """A pure function from whole inputs to whole outputs. Called from several threads at once."""
+    """A pure function from whole inputs to whole outputs. Called from several threads at once.
+
+    Equal transforms of equal inputs are applied once for all files that are written together."""
 
     def describe(self) -> str:
         """What it does in a few words; equal words mean equal results (the job's identity is made of them)."""
@@ -154,8 +156,17 @@ class Transform(Protocol):
         """inputs: one 1-D numpy uint8 array per region of `needs`, in order, row-major, writable, not kept after: the
         next step's inputs may overwrite them once the outputs were taken.
 
-        Each output is anything with the buffer interface whose length is exactly its TensorOut's bytes.
+        Each output is anything with the buffer interface whose length is exactly its TensorOut's bytes; where the step
+        has a `Keep`, what that expects.
         """
+        ...
+
+
+class Keep(Protocol):
+    """What one file stores of what a transform has made: a pure function, with equality."""
+
+    def take(self, made: Sequence[Any]) -> Iterator[Any]:
+        """The bytes of each output of the step in order, one at a time. made: the outputs of the transform."""
         ...
 
 
@@ -163,13 +174,16 @@ class Transform(Protocol):
 class Compute:
     """Several output tensors that follow each other in a file, made by one transform from what travels together.
 
-    working_bytes: memory the transform needs beside its inputs and outputs.
+    working_bytes: memory the transform needs beside its inputs and outputs. keep: which part of what is made this file
+    stores (None: all). made_bytes: of all that is made, where that is more than the outputs.
     """
 
     outputs: tuple[TensorOut, ...]
     needs: tuple[Region, ...]
     transform: Transform
     working_bytes: int = field(default=0)
+    keep: Keep | None = None
+    made_bytes: int = 0
 
     @property
     def input_bytes(self) -> int:
@@ -177,9 +191,10 @@ class Compute:
 
     @property
     def memory_bytes(self) -> int:
-        """Beside its own inputs and outputs, inputs of the next step that are read meanwhile."""
-        moved = self.input_bytes + sum(output.nbytes for output in self.outputs)
-        return moved + min(self.input_bytes, AHEAD_BYTES) + self.working_bytes
+        """Beside its own inputs and outputs, inputs of the next step that are read meanwhile, and one cut output."""
+        moved = self.input_bytes + max(self.made_bytes, sum(output.nbytes for output in self.outputs))
+        cut = max((output.nbytes for output in self.outputs), default=0) if self.made_bytes else 0
+        return moved + cut + min(self.input_bytes, AHEAD_BYTES) + self.working_bytes
 
 
 Step = Copy | Compute

@@ -7,6 +7,7 @@ values. What is not to change is carried as it is.
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -25,7 +26,7 @@ from k3tool.plan import FileJob, LazySteps
 from k3tool.transform.base import Compute, Region, Step, TensorOut
 from k3tool.transform.quantize_partners import Partners
 from k3tool.transform.quantize_policy import Choice, Policy
-from k3tool.transform.quantize_step import Convert, Converting, Input, Work
+from k3tool.transform.quantize_step import Convert, Converting, Input, KeepParts, PartCut, Work
 from k3tool.transform.reshard import Form, Resharder
 from k3tool.transform.split import Cut, Rule, Splitter, parsed, unit_of
 
@@ -217,8 +218,10 @@ class QuantizingResharder(Resharder):
         self.device = device
         self.partners = Partners(form.config, form.changing, lambda path: form.changing[path].choice.scheme)
 
-    def job(self, path: str, names: Sequence[str], size: int, *, tp_rank: int = 0, batch: str = "") -> FileJob:
-        items = self._items(names)
+    def jobs(
+        self, paths: Sequence[str], names: Sequence[str], places: Sequence[int], size: int, *, batch: str = ""
+    ) -> list[FileJob]:
+        items, at = self._items(names, places)
         read = memory = 0
         measured: dict[tuple[Converting, ...], tuple[int, int]] = {}
         for item in items:
@@ -228,18 +231,34 @@ class QuantizingResharder(Resharder):
                 continue
             alike = tuple(self.quantized.changing[module] for module in item)
             if alike not in measured:
-                step = self._convert(item, tp_rank)
+                step = self._convert(item, 0)
                 measured[alike] = (sum(region.nbytes for region in step.needs), step.memory_bytes)
             read += measured[alike][0]
             memory = max(memory, measured[alike][1])
-        return FileJob(path, LazySteps(items, partial(self._step, tp_rank=tp_rank)), size, read, memory, batch=batch)
+        return [
+            FileJob(
+                path,
+                LazySteps(items, partial(self._step, tp_rank=share)),
+                size,
+                read,
+                memory,
+                batch=batch,
+                places=at,
+                share=share,
+            )
+            for share, path in enumerate(paths)
+        ]
 
-    def _items(self, names: Sequence[str]) -> list[str | tuple[str, ...]]:
-        """Names that are carried, and groups of module paths that are converted together, unit by unit."""
+    def _items(self, names: Sequence[str], places: Sequence[int]) -> tuple[list[str | tuple[str, ...]], array[int]]:
+        """Names that are carried, and groups of module paths that are converted together, unit by unit; and a place for
+        each, ascending: no unit has more items than names."""
         items: list[str | tuple[str, ...]] = []
-        for _, run in groupby(names, key=self.unit):
+        at = array("q")
+        for _, run in groupby(zip(names, places, strict=True), key=lambda entry: self.unit(entry[0])):
             groups: dict[str, list[str]] = {}
-            for text in run:
+            first = None
+            for text, place in run:
+                first = place if first is None else first
                 path, _ = module_and_part(text)
                 converting = self.quantized.changing.get(path)
                 if converting is None:
@@ -249,7 +268,9 @@ class QuantizingResharder(Resharder):
                 if path not in group:
                     group.append(path)
             items.extend(tuple(group) for group in groups.values())
-        return items
+            assert first is not None
+            at.extend(range(first, first + len(items) - len(at)))
+        return items, at
 
     def unit(self, text: str) -> str:
         return self.partners.unit(text) or unit_of(text)
@@ -261,6 +282,8 @@ class QuantizingResharder(Resharder):
         needs: list[Region] = []
         outputs: list[TensorOut] = []
         works: list[Work] = []
+        cuts: list[PartCut] = []
+        made = 0
         for path in paths:
             converting = self.quantized.changing[path]
             inputs = []
@@ -268,12 +291,12 @@ class QuantizingResharder(Resharder):
                 regions, axis = self._source(f"{path}.{part}", kind)
                 inputs.append(Input(part, kind, tuple(_extents(region) for region in regions), axis))
                 needs.extend(regions)
-            cuts = []
             for part, kind in converting.outputs.items():
                 cut, axis, first, last = self._cut(f"{path}.{part}", kind, tp_rank)
-                cuts.append((part, axis, first, last))
+                cuts.append(PartCut(part == "weight_shape", axis, first, last))
                 outputs.append(TensorOut(f"{path}.{part}", kind.dtype, cut.shape(kind.shape)))
-            works.append(Work(path, converting, tuple(inputs), tuple(cuts)))
+                made += TensorOut(part, kind.dtype, kind.shape).nbytes
+            works.append(Work(path, converting, tuple(inputs)))
         transform = Convert(
             tuple(works),
             self.config_dtype(works[0]),
@@ -283,7 +306,9 @@ class QuantizingResharder(Resharder):
             calibrated=self.calibrated and is_compensated(paths[0], self.quantized.changing[paths[0]]),
             device=self.device,
         )
-        return Compute(tuple(outputs), tuple(needs), transform, transform.working_bytes)
+        return Compute(
+            tuple(outputs), tuple(needs), transform, transform.working_bytes, KeepParts(tuple(cuts)), made_bytes=made
+        )
 
     def config_dtype(self, work: Work) -> str:
         return _DTYPES.get(work.converting.scheme, self.form.config.dtype)

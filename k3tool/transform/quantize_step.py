@@ -6,7 +6,7 @@ runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -43,12 +43,30 @@ class Input(NamedTuple):
 
 
 class Work(NamedTuple):
-    """One module: what it is made from, and for each output (part, axis, first, last) what a rank keeps of it."""
+    """One module and what it is made from."""
 
     path: str
     converting: Converting
     inputs: tuple[Input, ...]
-    cuts: tuple[tuple[str, int | None, int, int], ...]
+
+
+class PartCut(NamedTuple):
+    """What a rank keeps of one part: [first, last) along axis, all of it without one. Of a `weight_shape`
+    (is_shape), the extent of one of `last` equal shares."""
+
+    is_shape: bool
+    axis: int | None
+    first: int
+    last: int
+
+
+class KeepParts(NamedTuple):
+    """What a rank keeps of every part that a `Convert` has made, in order."""
+
+    cuts: tuple[PartCut, ...]
+
+    def take(self, made: Sequence[Any]) -> Iterator[Any]:
+        return map(_kept, made, self.cuts)
 
 
 @dataclass(frozen=True)
@@ -112,7 +130,7 @@ class Convert:
                     hint="keep this component, choose a scheme that holds it, or leave --exact out",
                     tensor=work.path,
                 )
-            outputs.extend(_kept(made.parts, part, axis, first, last) for part, axis, first, last in work.cuts)
+            outputs.extend(made.parts[part] for part in work.converting.outputs)
             converting = work.converting
             row = [work.path, converting.scheme, converting.choice.scheme, *made.measured.as_json()]
             rows.append(row if weighted is None else [*row, weighted.as_json()])
@@ -148,15 +166,13 @@ def _assemble(wanted: Input, inputs: Iterator[Any]) -> Any:
     return views[0] if len(views) == 1 else np.concatenate(views, axis=wanted.axis)
 
 
-def _kept(parts: Mapping[str, Any], part: str, axis: int | None, first: int, last: int) -> Any:
-    """The bytes that a rank stores of one part: [first, last) along axis, all of it without one. A `weight_shape` holds
-    the extent of one of `last` equal shares."""
+def _kept(array: Any, cut: PartCut) -> Any:
+    """The bytes that a rank stores of one part."""
     import numpy as np
 
-    array = parts[part]
-    if part == "weight_shape" and axis is not None:
+    if cut.is_shape and cut.axis is not None:
         array = array.copy()
-        array[axis] //= last
-    elif axis is not None:
-        array = array[first:last] if axis == 0 else array[:, first:last]
+        array[cut.axis] //= cut.last
+    elif cut.axis is not None:
+        array = array[cut.first : cut.last] if cut.axis == 0 else array[:, cut.first : cut.last]
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)

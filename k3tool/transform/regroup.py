@@ -21,10 +21,11 @@ from k3tool.transform.split import WHOLE, Cut, Rule
 
 Owner = tuple[int, int | None]  # PP stage, EP rank (None: all of the stage)
 TIED: Owner = (-1, None)  # an embedding that the first and the last stage share
-SHARED_FILES = (
-    16  # of a rank whose TP neighbours are written with it: they are one batch, and one batch is one worker's
-)
-LEAST_SHARED_BYTES = 128 << 20
+# Files of ranks that are written together are one batch, and one batch is one worker's: small enough that all workers of
+# a machine, or all machines, find work, and that little is lost when they are stopped.
+SHARED_FILES = 16  # of each rank
+LEAST_SHARED_BYTES, MOST_SHARED_BYTES = 128 << 20, 16 << 30  # of a batch
+ENOUGH_BYTES = 1 << 30  # of one file, however many are written with it
 
 
 @dataclass
@@ -98,28 +99,36 @@ def _join(name: TensorName, rule: Rule, cut: Cut) -> Join:
 
 
 def rank_jobs(resharder: Resharder, grouped: Grouped, max_bytes: int) -> list[FileJob]:
-    """Every rank's files. Files of TP neighbours are one batch: they cut the same tensors."""
+    """Every rank's files. Those that hold the same tensors, or shares of them, are one batch: with as many experts of
+    one size on every EP rank, the files of one number of a stage."""
     layout = resharder.target
     made: list[tuple[int, FileJob]] = []
+    tied = set(grouped.groups[TIED].places) if TIED in grouped.groups else set()
     for stage in range(layout.pp):
         for ep in range(layout.ep):
             held = _merged([g for owner, g in grouped.groups.items() if _belongs(owner, stage, ep, layout)])
-            files = held.files(max_bytes if layout.tp == 1 else min(max_bytes, _shared_bytes(held)), resharder.unit)
+            files = held.files(min(max_bytes, _shared_bytes(held, layout.tp * layout.ep)), resharder.unit)
             for number, (run, size) in enumerate(files, 1):
+                places = held.places[run.start : run.stop]
+                shared = not tied.isdisjoint(places)
+                batch = "tied" if shared else f"{stage}/{number}" if layout.tp * layout.ep > 1 else ""
+                paths = [
+                    f"{rank_folder(layout.rank_at(tp_rank, ep, stage), layout.ranks)}/{shard_name(number, len(files))}"
+                    for tp_rank in range(layout.tp)
+                ]
                 names = held.names[run.start : run.stop]
-                place = held.places[run.start]
-                batch = f"{stage}/{ep}/{number}" if layout.tp > 1 else ""
-                for tp_rank in range(layout.tp):
-                    folder = rank_folder(layout.rank_at(tp_rank, ep, stage), layout.ranks)
-                    path = f"{folder}/{shard_name(number, len(files))}"
-                    made.append((place, resharder.job(path, names, size, tp_rank=tp_rank, batch=batch)))
+                made.extend((places[0], job) for job in resharder.jobs(paths, names, places, size, batch=batch))
     made.sort(key=lambda item: item[0])
     return [job for _, job in made]
 
 
-def _shared_bytes(held: Group) -> int:
-    """Largest file of TP neighbours: small enough that all workers of a machine, or all machines, find work."""
-    return max(LEAST_SHARED_BYTES, -(-sum(held.sizes) // SHARED_FILES))
+def _shared_bytes(held: Group, together: int) -> int:
+    """Largest file of a rank, of whose kind `together` are written at a time."""
+    size = sum(held.sizes)
+    if together == 1:
+        return size
+    most = max(ENOUGH_BYTES, MOST_SHARED_BYTES // together)
+    return max(LEAST_SHARED_BYTES // together, min(-(-size // SHARED_FILES), most))
 
 
 def _belongs(owner: Owner, stage: int, ep: int, layout: Layout) -> bool:
@@ -159,7 +168,8 @@ def owner_jobs(
         group = groups[owner]
         for run, size in files:
             names = group.names[run.start : run.stop]
-            job = resharder.job(shard_name(len(made) + 1, total), names, size)
+            places = group.places[run.start : run.stop]
+            (job,) = resharder.jobs([shard_name(len(made) + 1, total)], names, places, size)
             made.append((group.places[run.start], owner, job))
     needed = {
         place.rank: [job.path for _, owner, job in made if _belongs(owner, place.pp_rank, place.ep_rank, layout)]

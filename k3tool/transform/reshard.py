@@ -8,6 +8,7 @@ other way, is composed directly from source ranges.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -301,20 +302,37 @@ class Resharder:
         first, last = there.window(tp_rank)
         padding = there.kept - (last - first)
         if there.stored != there.content and not self.form.padding_is_ours():
-            return Compute((output,), (self.form.one(name, kind, rule),), CutPadded(output, there, first, last))
+            source = self.form.one(name, kind, rule)
+            whole_bytes, held = source.nbytes, Padded(there.stored, there.kept, first, last)
+            return Compute((output,), (source,), CheckPadding(text, there.stored, there.content), 0, held, whole_bytes)
         regions = self.form.regions(name, kind, rule, first, last)
         return Copy(output, (*regions, *((Zeros(padding),) if padding else ())), there.axis)
 
-    def job(self, path: str, names: Sequence[str], size: int, *, tp_rank: int = 0, batch: str = "") -> FileJob:
-        """The file of these tensors, `size` bytes of them, for one rank."""
-        return FileJob(path, LazySteps(names, partial(self.step, tp_rank=tp_rank)), size, size, batch=batch)
+    def jobs(
+        self, paths: Sequence[str], names: Sequence[str], places: Sequence[int], size: int, *, batch: str = ""
+    ) -> list[FileJob]:
+        """The file of these tensors, `size` bytes of them, for each TP rank. places: of the names, among all tensors."""
+        return [
+            FileJob(
+                path,
+                LazySteps(names, partial(self.step, tp_rank=share)),
+                size,
+                size,
+                batch=batch,
+                places=places,
+                share=share,
+            )
+            for share, path in enumerate(paths)
+        ]
 
 
+@dataclass(frozen=True)
 class ScaleShape:
     """A stored logical shape (`weight_shape`) for another number of TP ranks."""
 
-    def __init__(self, axis: int, source_tp: int, target_tp: int) -> None:
-        self.axis, self.source_tp, self.target_tp = axis, source_tp, target_tp
+    axis: int
+    source_tp: int
+    target_tp: int
 
     def describe(self) -> str:
         return f"shape axis {self.axis} times {self.source_tp} over {self.target_tp}"
@@ -331,24 +349,40 @@ class ScaleShape:
         return Applied([b"".join(size.to_bytes(width, "little") for size in sizes)])
 
 
-class CutPadded:
-    """One rank's part of a padded one-dimensional tensor whose padding must be zero, padded with zeros again."""
+@dataclass(frozen=True)
+class CheckPadding:
+    """A padded one-dimensional tensor whose `stored` entries beyond `content` must be zero."""
 
-    def __init__(self, output: TensorOut, cut: Cut, first: int, last: int) -> None:
-        self.output, self.cut, self.first, self.last = output, cut, first, last
+    name: str
+    stored: int
+    content: int
 
     def describe(self) -> str:
-        return f"entries {self.first} to {self.last}, zero padding to {self.cut.kept}"
+        return f"zero padding from {self.content} to {self.stored}"
 
     def apply(self, inputs: Sequence[Any]) -> Applied:
-        width = len(inputs[0]) // self.cut.stored
-        if inputs[0][self.cut.content * width :].any():
+        width = len(inputs[0]) // self.stored
+        if inputs[0][self.content * width :].any():
             raise CheckpointCorrupt(
-                f"{self.output.name}: the entries from {self.cut.content} to {self.cut.stored} pad it and must be zero",
-                hint="verify the source at depth bytes; where its bytes are right, its publisher has to mend it",
+                f"{self.name}: the entries from {self.content} to {self.stored} pad it and must be zero",
+                hint="verify the source: k3tool verify --depth bytes",
             )
-        held = bytes(inputs[0][self.first * width : self.last * width])
-        return Applied([held + bytes(self.cut.kept * width - len(held))])
+        return Applied([inputs[0]])
+
+
+@dataclass(frozen=True)
+class Padded:
+    """Entries [first, last) of the `stored` ones, with zeros up to `kept` entries."""
+
+    stored: int
+    kept: int
+    first: int
+    last: int
+
+    def take(self, made: Sequence[Any]) -> Iterator[Any]:
+        width = len(made[0]) // self.stored
+        held = bytes(made[0][self.first * width : self.last * width])
+        yield held + bytes(self.kept * width - len(held))
 
 
 def role_key(splitter: Splitter, name: TensorName) -> str:
@@ -364,7 +398,7 @@ def _with(shape: tuple[int, ...], axis: int, size: int) -> tuple[int, ...]:
 __all__ = [
     "LAYOUT_NAME",
     "RECLAIMED_NAME",
-    "CutPadded",
+    "CheckPadding",
     "Form",
     "Join",
     "RankTensors",

@@ -24,6 +24,7 @@ from k3tool.config import K3Config
 from k3tool.errors import CheckpointCorrupt, CheckpointMissing
 from k3tool.execute import Report
 from k3tool.layout import Layout, problems
+from k3tool.lockstep import lockstep
 from k3tool.reshard import Prepared, closing_files
 from k3tool.synthetic import tiny_config
 from k3tool.worker import StepRunner
@@ -69,8 +70,9 @@ def carry_out_in_memory(prepared: Prepared, *, buffer_bytes: int = 1 << 12) -> d
     for batch in prepared.plan.batches():
         jobs = [job for job in batch if job.path in wanted]
         sinks = [_Sink() for _ in jobs]
-        for steps in zip(*(job.steps for job in jobs), strict=True):
-            runner.run(sinks, steps, [[] for _ in jobs])
+        for members in lockstep(jobs):
+            numbers = [number for number, _ in members]
+            runner.run([sinks[n] for n in numbers], [step for _, step in members], [[] for _ in members])
         for job, sink in zip(jobs, sinks, strict=True):
             head, header = build_header((o.name, o.dtype, o.shape) for o in job.outputs())
             written[job.path] = head + bytes(sink.data)
