@@ -13,10 +13,12 @@ it gives them as messages: `{"role": "system", "type": "thinking-effort", "conte
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
-from k3tool.checkpoint.outside import parse_json
+from k3tool.checkpoint.outside import decode_json, parse_json, shown
 from k3tool.errors import UnsupportedError, UsageError
 
 OPEN = "<|open|>"
@@ -24,6 +26,8 @@ CLOSE = "<|close|>"
 SEP = "<|sep|>"
 END_OF_MSG = "<|end_of_msg|>"
 ROLES = ("system", "user", "assistant", "tool")
+MAX_SEGMENTS = 1 << 21
+"""More than any model of this family holds tokens: each segment is at least one."""
 
 Message = Mapping[str, Any]
 
@@ -40,10 +44,20 @@ def render(messages: Sequence[Message], *, thinking: bool = True, add_generation
 
     A message holds `role` and `content` (text, or a list of `{"type": "text", "text": ...}`), and where it applies
     `name`; `type` (system); `reasoning_content` and `tool_calls` (assistant); `tool_call_id` or `name` (tool).
+    A role `developer`, as newer clients call it, is `system`.
     thinking: assistant messages carry a think channel, and the reply begins in it; otherwise it begins in the response.
-    Raises UsageError for a message of another shape, UnsupportedError for images and tool declarations.
+    Raises UsageError for a message of another shape and for more than any model holds, UnsupportedError for images and
+    tool declarations.
     """
-    segments: list[Segment] = []
+    segments = list(islice(_segments(messages, thinking, add_generation_prompt), MAX_SEGMENTS + 1))
+    if len(segments) > MAX_SEGMENTS:
+        raise UsageError(
+            f"the messages have more than {MAX_SEGMENTS} parts, and each is at least one token", hint="shorten them"
+        )
+    return segments
+
+
+def _segments(messages: Sequence[Message], thinking: bool, add_generation_prompt: bool) -> Iterator[Segment]:
     calls: list[Mapping[str, Any]] = []
     results = 0
     for message in _in_call_order(messages):
@@ -56,10 +70,11 @@ def render(messages: Sequence[Message], *, thinking: bool = True, add_generation
         if role == "assistant":
             calls, results = _calls(message), 0
         body = _assistant(message, calls, thinking) if role == "assistant" else _content(message)
-        segments += [*_open("message", attributes), *body, *_close("message"), Segment(END_OF_MSG, True)]
+        yield from _open("message", attributes)
+        yield from body
+        yield from (*_close("message"), Segment(END_OF_MSG, True))
     if add_generation_prompt:
-        segments += [*_open("message", [("role", "assistant")]), *_open("think" if thinking else "response")]
-    return segments
+        yield from (*_open("message", [("role", "assistant")]), *_open("think" if thinking else "response"))
 
 
 _ATTRIBUTES = {"system": ("name", "type"), "user": ("name",), "assistant": ("name",)}
@@ -71,19 +86,44 @@ def render_prompt(text: str, *, system: str | None = None, thinking: bool = True
     return render([*messages, {"role": "user", "content": text}], thinking=thinking)
 
 
-def parse_messages(text: str, *, where: str) -> list[Message]:
-    """A conversation from JSON: a list of messages. Raises UsageError."""
-    document = parse_json(text.encode(errors="surrogateescape"), where=where, fail=_misshapen)
+def parse_messages(text: str, *, where: str, ignored: list[str] | None = None) -> list[Message]:
+    """A conversation from JSON: a list of messages, or an object that holds it as `messages`. Raises UsageError.
+
+    ignored: takes the other keys of the object, such as those of a request to a server (`model`, `temperature`).
+    """
+    document = parse_json(text.encode(errors="surrogateescape"), where=where, fail=_not_messages)
+    if isinstance(document, dict):
+        if document.get("tools"):
+            raise _declares_tools(where)
+        if ignored is not None:
+            ignored += [key for key in document if key not in ("messages", "tools")]
+        document = document.get("messages")
     if not isinstance(document, list) or not document:
-        raise UsageError(f"{where}: not a list of messages", hint=_SHAPE_HINT)
+        raise UsageError(f"{where}: not a list of messages, found {shown(document)}", hint=_SHAPE_HINT)
     return document
 
 
-def _misshapen(message: str) -> UsageError:
+def are_messages(text: str) -> bool:
+    """Whether text is meant as a conversation in JSON, whole or damaged, rather than as somebody's words."""
+    return _LIKE_MESSAGES.match(text) is not None and re.search(r'"(?:role|messages)"\s*:', text) is not None
+
+
+_LIKE_MESSAGES = re.compile(r'\s*(\[\s*\{\s*"|\{\s*")')
+_SHAPE_HINT = (
+    'write [{"role": "user", "content": "..."}, ...], or an object that holds it as "messages"; roles: system, user, '
+    "assistant, tool"
+)
+
+
+def _not_messages(message: str) -> UsageError:
     return UsageError(message, hint=_SHAPE_HINT)
 
 
-_SHAPE_HINT = 'write [{"role": "user", "content": "..."}, ...]; roles: system, user, assistant, tool'
+def _declares_tools(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{what} declares tools, and their wording is the publisher's",
+        hint='give the rendered text: {"role": "system", "type": "tool-declare", "content": ...}',
+    )
 
 
 def _text(text: str) -> Iterator[Segment]:
@@ -132,7 +172,7 @@ def _arguments(arguments: Any) -> Iterator[Segment]:
         return
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = decode_json(arguments)
         except (ValueError, RecursionError):
             yield from (*_open("json", [("type", "object")]), Segment(arguments), *_close("json"))
             return
@@ -161,7 +201,7 @@ def _in_call_order(messages: Sequence[Message]) -> list[Message]:
     ordered: list[Message] = []
     names: dict[str, str] = {}
     run: list[Message] = []
-    for number, message in enumerate(messages):
+    for number, message in enumerate(map(_as_known, messages)):
         _check(message, number)
         if message["role"] == "tool":
             run.append(message)
@@ -177,13 +217,18 @@ def _in_call_order(messages: Sequence[Message]) -> list[Message]:
     return ordered + _sort_results(run, names)
 
 
+def _as_known(message: Any) -> Any:
+    is_system = isinstance(message, Mapping) and message.get("role") == "developer"
+    return {**message, "role": "system"} if is_system else message
+
+
 def _sort_results(results: list[Message], names: Mapping[str, str]) -> list[Message]:
     """A run of results in call order under the names of the calls; unchanged where one of them names no call."""
     ids = [str(result.get("tool_call_id", result.get("id"))) for result in results]
     if not all(call in names for call in ids):
         return results
-    order = list(names)
-    ranked = sorted(zip(ids, results, strict=True), key=lambda pair: order.index(pair[0]))
+    order = {call: position for position, call in enumerate(names)}
+    ranked = sorted(zip(ids, results, strict=True), key=lambda pair: order[pair[0]])
     return [{**result, "tool": names[call]} for call, result in ranked]
 
 
@@ -206,7 +251,7 @@ def _calls(message: Message) -> list[Mapping[str, Any]]:
         inner = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
             raise UsageError(
-                f"a tool call names no function: {str(call)[:80]}",
+                f"a tool call names no function: {shown(call)}",
                 hint='write {"id": ..., "function": {"name": ..., "arguments": {...}}}',
             )
         calls.append({"id": call.get("id"), "name": inner["name"], "arguments": inner.get("arguments")})
@@ -215,17 +260,14 @@ def _calls(message: Message) -> list[Mapping[str, Any]]:
 
 def _check(message: Any, number: int) -> None:
     if not isinstance(message, Mapping) or message.get("role") not in ROLES:
-        raise UsageError(f"message {number} has no known role: {str(message)[:80]}", hint=_SHAPE_HINT)
+        raise UsageError(f"message {number} has no known role: {shown(message)}", hint=_SHAPE_HINT)
     for key in ("name", "type", "reasoning_content", "reasoning", "tool"):
         if not isinstance(message.get(key, ""), (str, type(None))):
-            raise UsageError(f"message {number}: {key} must be text, found {message[key]!r}", hint=_SHAPE_HINT)
+            raise UsageError(f"message {number}: {key} must be text, found {shown(message[key])}", hint=_SHAPE_HINT)
     if not isinstance(message.get("tool_calls") or [], (list, tuple)):
         raise UsageError(f"message {number}: tool_calls must be a list", hint=_SHAPE_HINT)
     if message.get("tools"):
-        raise UnsupportedError(
-            f"message {number} declares tools, and their wording is the publisher's",
-            hint='give the rendered text: {"role": "system", "type": "tool-declare", "content": ...}',
-        )
+        raise _declares_tools(f"message {number}")
 
 
 def _content(message: Message) -> Iterator[Segment]:
@@ -241,5 +283,5 @@ def _content(message: Message) -> Iterator[Segment]:
                 f"a message holds content of type {kind}, and k3tool runs the text model", hint="leave it out"
             )
         if kind != "text" or not isinstance(item.get("text"), str):
-            raise UsageError(f"content is neither text nor a list of texts: {str(item)[:80]}", hint=_SHAPE_HINT)
+            raise UsageError(f"content is neither text nor a list of texts: {shown(item)}", hint=_SHAPE_HINT)
         yield from _text(item["text"])

@@ -26,6 +26,7 @@ MAX_LAYERS = 2_000
 MAX_EXPERTS = 1 << 18
 MAX_WIDTH = 1 << 24
 MAX_TOKEN = (1 << 31) - 1
+MAX_TOKENS_NAMED = 1000
 _HIGHEST = {
     "num_hidden_layers": MAX_LAYERS,
     "vt_num_hidden_layers": MAX_LAYERS,
@@ -205,6 +206,15 @@ def parse_config(text: bytes, *, where: str) -> Any:
     return parse_json(text, where=where, fail=damage(where), unique_keys=False)
 
 
+def token_list(source: Fields, key: str) -> list[int]:
+    """The token ids of a field that holds one, several or none; some files write -1 for none."""
+    value = source.values.get(key)
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    if len(values) > MAX_TOKENS_NAMED or not all(type(item) is int and -1 <= item <= MAX_TOKEN for item in values):
+        raise source.bad(key, f"a token id or a list of at most {MAX_TOKENS_NAMED}")
+    return values
+
+
 class _Reader:
     """Reads one configuration, key by key, so that each refusal names the key and the value found.
 
@@ -273,12 +283,9 @@ class _Reader:
         return _DTYPES[found]
 
     def eos(self) -> tuple[int, ...]:
-        source = self.top if "eos_token_id" in self.top else self.text
-        value = source.values.get("eos_token_id")
-        values = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(type(item) is int and -1 <= item <= MAX_TOKEN for item in values):
-            raise source.bad("eos_token_id", "a token id or a list of them")
-        return tuple(values)
+        """Those of the whole model, then those that only its text part names."""
+        both = [self.top] if self.top is self.text else [self.top, self.text]
+        return tuple(dict.fromkeys(token for source in both for token in token_list(source, "eos_token_id")))
 
     def quantization(self) -> dict[str, Any] | None:
         """The `quantization_config` that applies, its parts that k3tool looks at checked."""

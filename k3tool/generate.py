@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from k3tool.checkpoint.source import LocalSource
 from k3tool.checkpoint.writer import ShardWriter
 from k3tool.config import K3Config
 from k3tool.errors import UsageError
@@ -38,6 +39,7 @@ from k3tool.model.open import open_model
 from k3tool.model.replay import decode_step
 from k3tool.parallel.link import ALONE, Link
 from k3tool.sampling import check_ids, check_sampling, sample
+from k3tool.stopping import end_tokens
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 PREFILL_NUMBERS = 1 << 25  # largest activation of a prefill block; longer prompts go block by block
@@ -141,7 +143,9 @@ class Session:
     cache: Cache
     progress: Progress = SILENT
     link: Link = ALONE
-    finish_reason: str | None = None  # "stop" (an end token) or "length", once `generate` has ended
+    end_ids: tuple[int, ...] = ()  # tokens that end a reply
+    finish_reason: str | None = None  # "stop" (an end token or a stop text) or "length", once `generate` has ended
+    stop_reason: int | str | None = None  # which end token or stop text it was
     prefill_timing: Timing = field(default_factory=Timing)
     decode_timing: Timing = field(default_factory=Timing)
     observer: Observer | None = None
@@ -179,7 +183,11 @@ class Session:
             progress=progress,
             link=link,
         )
-        return cls(str(path), model, chosen, model.new_cache(), progress, link)
+        ends = link.together(lambda: end_tokens(LocalSource(Path(path)), model.config))
+        if ends.unknown and link.is_first:
+            names = ", ".join(map(str, ends.unknown[:8]))
+            progress.warn(f"end tokens outside the vocabulary of {model.config.vocab_size} are ignored: {names}")
+        return cls(str(path), model, chosen, model.new_cache(), progress, link, ends.ids)
 
     @property
     def config(self) -> K3Config:
@@ -201,7 +209,7 @@ class Session:
     def reset(self) -> None:
         """Forget the sequence; the weights stay."""
         self.cache = self.model.new_cache()
-        self.finish_reason = None
+        self.finish_reason = self.stop_reason = None
         self.prefill_timing = self.decode_timing = Timing()
 
     def prefill(self, ids: Sequence[int], *, all_logits: bool = False, observe: Observer | None = None) -> Tensor:
@@ -233,17 +241,21 @@ class Session:
         *,
         temperature: float = 0.0,
         top_p: float = 1.0,
+        top_k: int | None = None,
         seed: int | None = None,
         stop_at_end: bool = True,
+        stop: Callable[[int], str | None] | None = None,
         on_logits: Callable[[Tensor], None] | None = None,
     ) -> Iterator[int]:
         """Feed the prompt `ids`, then yield token after token: at most `max_new_tokens`, an end token included.
 
-        Greedy at temperature 0. The last token is not fed back. `on_logits` sees what was computed: first
-        [T, vocab] of the prompt, then [vocab] after each token that was fed. Sets `finish_reason` at the end.
+        Greedy at temperature 0. The last token is not fed back. stop_at_end: whether `end_ids` end it. `stop` sees each
+        token on rank 0 that is no end token, and gives the text for which this one shall be the last, or None.
+        `on_logits` sees what was computed: first [T, vocab] of the prompt, then [vocab] after each token that was fed.
+        Sets `finish_reason` and `stop_reason` at the end.
         Raises UsageError for bad options and for a prompt beyond the positions that the model was made for.
         """
-        check_sampling(max_new_tokens, temperature, top_p)
+        check_sampling(max_new_tokens, temperature, top_p, top_k=top_k, seed=seed)
         room = self.config.max_positions - self.cache.position - len(ids)
         if room < 0:
             raise UsageError(
@@ -251,32 +263,38 @@ class Session:
                 hint="shorten the prompt",
             )
         check_ids(self.config, ids)
-        return self._generate(ids, min(max_new_tokens, room + 1), temperature, top_p, seed, stop_at_end, on_logits)
-
-    def _generate(
-        self,
-        ids: Sequence[int],
-        count: int,
-        temperature: float,
-        top_p: float,
-        seed: int | None,
-        stop_at_end: bool,
-        on_logits: Callable[[Tensor], None] | None,
-    ) -> Iterator[int]:
         generator = torch.Generator()
         if seed is not None:
             generator.manual_seed(seed)
         else:
             generator.seed()
-        self.finish_reason = None
+        draw = partial(sample, temperature=temperature, top_p=top_p, top_k=top_k, generator=generator)
+
+        def choose(logits: Tensor) -> tuple[int, int | str | None]:
+            token = draw(logits)
+            if stop_at_end and token in self.end_ids:
+                return token, token
+            return token, stop(token) if stop is not None else None
+
+        return self._generate(ids, min(max_new_tokens, room + 1), choose, on_logits)
+
+    def _generate(
+        self,
+        ids: Sequence[int],
+        count: int,
+        choose: Callable[[Tensor], tuple[int, int | str | None]],
+        on_logits: Callable[[Tensor], None] | None,
+    ) -> Iterator[int]:
+        """choose: on rank 0, the next token and for what reason it is the last."""
+        self.finish_reason = self.stop_reason = None
         self.cache.reserve(self.cache.position + len(ids) + min(count, PREFILL_TOKENS))
         logits = self.prefill(ids, all_logits=on_logits is not None)
         if on_logits is not None:
             on_logits(logits)
             logits = logits[-1]
         for index in range(count):
-            token = self.link.from_first(partial(sample, logits, temperature, top_p, generator))
-            if stop_at_end and token in self.config.eos_token_ids:
+            token, self.stop_reason = self.link.from_first(partial(choose, logits))
+            if self.stop_reason is not None:
                 self.finish_reason = "stop"
             elif index == count - 1:
                 self.finish_reason = "length"
@@ -322,6 +340,7 @@ class RunResult:
     input_ids: list[int]
     token_ids: list[int]
     finish_reason: str
+    stop_reason: int | str | None
     backend: str
     backend_reason: str
     device: str
@@ -341,6 +360,7 @@ class RunResult:
             "input_ids",
             "token_ids",
             "finish_reason",
+            "stop_reason",
             "backend",
             "backend_reason",
             "device",
@@ -364,8 +384,10 @@ def run_session(
     max_new_tokens: int,
     temperature: float = 0.0,
     top_p: float = 1.0,
+    top_k: int | None = None,
     seed: int | None = None,
     stop_at_end: bool = True,
+    stop: Callable[[int], str | None] | None = None,
     keep_logits: bool = False,
     on_token: Callable[[int], None] | None = None,
 ) -> RunResult:
@@ -379,8 +401,10 @@ def run_session(
         max_new_tokens,
         temperature=temperature,
         top_p=top_p,
+        top_k=top_k,
         seed=seed,
         stop_at_end=stop_at_end,
+        stop=stop,
         on_logits=(lambda logits: kept.append(logits.cpu()) if session.link.is_first else None)
         if keep_logits
         else None,
@@ -394,6 +418,7 @@ def run_session(
         input_ids=list(ids),
         token_ids=tokens,
         finish_reason=session.finish_reason or "length",
+        stop_reason=session.stop_reason,
         backend=session.backend.name,
         backend_reason=session.backend.reason,
         device=session.device,

@@ -144,6 +144,10 @@ class Tokenizer:
             )
         return token
 
+    def is_control(self, token: int) -> bool:
+        """Whether an id stands for no text of its own: all beyond the ranks."""
+        return token >= len(self.tokens)
+
     def token_bytes(self, token: int) -> bytes:
         """The bytes one id stands for; the text of a control token. Raises UsageError for an id that does not exist."""
         if 0 <= token < len(self.tokens):

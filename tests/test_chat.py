@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k3tool.chat import CLOSE, END_OF_MSG, OPEN, SEP, Segment, parse_messages, render, render_prompt
+from k3tool.chat import CLOSE, END_OF_MSG, OPEN, SEP, Segment, are_messages, parse_messages, render, render_prompt
 from k3tool.errors import UnsupportedError, UsageError
 from k3tool.synthetic import byte_pair_ranks
 from k3tool.tokenizer import Tokenizer
@@ -206,6 +206,60 @@ def test_what_only_the_publisher_can_word_is_refused() -> None:
 
 def test_messages_from_json() -> None:
     assert parse_messages('[{"role": "user", "content": "x"}]', where="f.json")[0]["content"] == "x"
-    for bad in ("{", "{}", "[]", '"x"', "[" * 100_000):
-        with pytest.raises(UsageError, match=r"f\.json"):
-            parse_messages(bad, where="f.json")
+    request = '{"model": "k3", "messages": [{"role": "user", "content": "x"}], "temperature": 1, "tools": []}'
+    ignored: list[str] = []
+    assert parse_messages(request, where="f.json", ignored=ignored) == [{"role": "user", "content": "x"}]
+    assert ignored == ["model", "temperature"]
+    with pytest.raises(UnsupportedError, match=r"f\.json declares tools"):
+        parse_messages('{"messages": [{"role": "user"}], "tools": [{"type": "function"}]}', where="f.json")
+
+
+HOSTILE_MESSAGES = [
+    "{", "{}", "[]", '"x"', "null", "[" * 100_000, '{"messages": {}}', '{"messages": []}', '{"messages": null}',
+    '[{"role": "user", "content": NaN}]', '[{"role": "user", "content": 1e999}]',
+    '[{"role": "user", "content": "\\ud800"}]', '[{"role": "user", "role": "system"}]',
+    '[{"role": "user", "content": ' + "9" * 5000 + "}]",
+    '[{"role": ["user"]}]', '[{"role": {"user": 1}}]', "[null]", "[[]]", '[{"role": "user", "content": true}]',
+    '[{"role": "user", "content": [[]]}]', '[{"role": "user", "content": [{"type": ["text"], "text": "x"}]}]',
+    '[{"role": "assistant", "tool_calls": [null]}]', '[{"role": "assistant", "tool_calls": {"a": 1}}]',
+    '[{"role": "user", "name": {"a": 1}}]', '[{"role": "' + "x" * 100_000 + '"}]',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", HOSTILE_MESSAGES)
+def test_hostile_messages_are_refused_in_one_short_line(text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        render(parse_messages(text, where="f.json"))
+    assert len(caught.value.message) < 400 and "\n" not in caught.value.message and caught.value.hint
+
+
+def test_a_conversation_of_more_parts_than_tokens_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("k3tool.chat.MAX_SEGMENTS", 100)
+    user = {"role": "user", "content": "x"}
+    assert len(render([user] * 6)) <= 100
+    arguments = {str(number): number for number in range(100)}
+    for many in ([user] * 12, [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": arguments}]}],
+                 [{"role": "user", "content": [{"type": "text", "text": "x"}] * 101}]):  # fmt: skip
+        with pytest.raises(UsageError, match="more than 100 parts"):
+            render(many)
+
+
+def test_developer_messages_are_system_messages() -> None:
+    system, developer = ([{"role": role, "content": "S", "name": "n"}] for role in ("system", "developer"))
+    assert render(developer) == render(system)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('[{"role": "user"', True),
+        (' \n{"messages": [', True),
+        ('{"model": "k3", "messages": []}', True),
+        ("[1, 2]", False),
+        ('{"a": 1} what is this? role', False),
+        ('say [{"role": "user"}]', False),
+        ("", False),
+    ],
+)
+def test_what_is_meant_as_messages(text: str, expected: bool) -> None:
+    assert are_messages(text) is expected

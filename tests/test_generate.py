@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+
 import pytest
 import torch
 
@@ -63,13 +66,54 @@ def test_generation_stops_on_the_end_token(folder):
     tokens = list(session.generate(IDS, 8, stop_at_end=False))
     ending = tokens[3]
     first = tokens.index(ending)
-    object.__setattr__(session.model.config, "eos_token_ids", (99999, ending))
+    session.end_ids = (99999, ending)
     session.reset()
     assert list(session.generate(IDS, 8)) == tokens[: first + 1]
-    assert session.finish_reason == "stop"
+    assert (session.finish_reason, session.stop_reason) == ("stop", ending)
     session.reset()
+    assert (session.finish_reason, session.stop_reason) == (None, None)
     assert list(session.generate(IDS, 8, stop_at_end=False)) == tokens
     assert session.finish_reason == "length"
+
+
+def test_a_caller_may_end_it(folder):
+    session, seen = opened(folder), []
+    session.end_ids = ()
+
+    def stop(token):
+        seen.append(token)
+        return "enough" if len(seen) == 3 else None
+
+    result = run_session(session, IDS, max_new_tokens=8, stop=stop)
+    assert result.token_ids == seen and len(seen) == 3
+    assert (result.finish_reason, result.stop_reason) == ("stop", "enough") and result.as_json()[
+        "stop_reason"
+    ] == "enough"
+
+
+def test_the_end_token_is_not_shown_to_the_caller(folder):
+    session = opened(folder)
+    first = next(iter(session.generate(IDS, 1)))
+    session.end_ids = (first,)
+    session.reset()
+    assert list(session.generate(IDS, 8, stop=lambda _: "never")) == [first]
+    assert session.stop_reason == first
+
+
+def test_end_tokens_come_from_the_folder(tmp_path, capsys):
+    write_checkpoint(tmp_path, tiny_config(num_layers=4), seed=7)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 5000]}))
+    said = []
+
+    class Heard:
+        def warn(self, text):
+            said.append(text)
+
+        def __getattr__(self, _):
+            return lambda *arguments, **options: None
+
+    assert 9 in opened(tmp_path, progress=Heard()).end_ids
+    assert said == ["end tokens outside the vocabulary of 1024 are ignored: 5000"]
 
 
 def test_no_new_tokens(folder):
@@ -100,11 +144,20 @@ def test_bad_ids_are_refused(folder, ids):
 
 
 @pytest.mark.parametrize(
-    "options", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}, {"temperature": float("nan")}]
+    "options",
+    [
+        *({"temperature": value} for value in (-1.0, -1e-300, math.nan, math.inf)),
+        *({"top_p": value} for value in (0.0, -1e-12, math.nextafter(1.0, 2.0), 1.5, math.nan, math.inf)),
+        {"top_k": -1},
+        {"seed": -1},
+        {"seed": 1 << 63},
+    ],
 )
 def test_bad_sampling_options_are_refused(folder, options):
-    with pytest.raises(UsageError, match="sampling"):
+    ((name, value),) = options.items()
+    with pytest.raises(UsageError, match=f"sampling option: {name} is {value}") as caught:
         opened(folder).generate(IDS, 3, **options)
+    assert f"--{name.replace('_', '-')} " in caught.value.hint
 
 
 def test_bad_session_options_are_refused(folder, monkeypatch):
@@ -130,6 +183,52 @@ def test_the_nucleus_is_the_smallest_set_that_reaches_top_p():
     generator = torch.Generator().manual_seed(1)
     for top_p, allowed in ((0.1, {1}), (0.5, {1}), (0.6, {1, 3}), (0.76, {1, 3, 2}), (0.95, {0, 1, 2, 3})):
         assert {sample(logits, 1.0, top_p, generator) for _ in range(400)} == allowed
+
+
+def test_the_top_k_are_the_likeliest():
+    logits = torch.log(torch.tensor([0.1, 0.5, 0.15, 0.25]))
+    generator = torch.Generator().manual_seed(1)
+    for top_k, allowed in (
+        (1, {1}),
+        (2, {1, 3}),
+        (3, {1, 3, 2}),
+        (4, {0, 1, 2, 3}),
+        (10**30, {0, 1, 2, 3}),
+        (0, {0, 1, 2, 3}),
+    ):
+        assert {sample(logits, 1.0, 1.0, generator, top_k=top_k) for _ in range(400)} == allowed
+    # The nucleus is of the tokens that are left: 0.5 and 0.25 are two thirds and one.
+    assert {sample(logits, 1.0, 0.6, generator, top_k=2) for _ in range(400)} == {1}
+    assert {sample(logits, 1.0, 0.7, generator, top_k=2) for _ in range(400)} == {1, 3}
+
+
+@pytest.mark.parametrize(("temperature", "scale"), [
+    *((t, s) for t in (5e-324, 1e-310, 1e-300, 1e-45) for s in (1e-30, 1.0, 1e30)), (1e-38, 1.0), (1e-20, 1.0), (1e20, 1e30),
+])  # fmt: skip
+def test_a_temperature_near_zero_is_greedy(temperature, scale):
+    """Near zero for logits of this scale, that is."""
+    logits = torch.tensor([1.0, 3.0, 2.999, -math.inf]) * scale
+    assert {sample(logits, temperature, top_p) for top_p in (1.0, 0.5) for _ in range(20)} == {1}
+
+
+def test_a_very_high_temperature_is_uniform():
+    logits = torch.tensor([-3e38, 0.0, 3e38, -math.inf])
+    generator = torch.Generator().manual_seed(1)
+    for temperature in (1e300, 1.7976931348623157e308):
+        assert {sample(logits, temperature, 1.0, generator) for _ in range(200)} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("top_p", [5e-324, 1e-300, 1e-45, 1e-12])
+def test_a_tiny_top_p_leaves_the_first_token(top_p):
+    flat = torch.zeros(1000)
+    flat[123] = 1e-3
+    assert {sample(flat, temperature, top_p) for temperature in (1e-300, 1e-6, 1.0) for _ in range(20)} == {123}
+
+
+def test_top_p_just_below_one_keeps_every_token_that_counts():
+    logits = torch.zeros(4)
+    generator = torch.Generator().manual_seed(1)
+    assert {sample(logits, 1.0, math.nextafter(1.0, 0.0), generator) for _ in range(200)} == {0, 1, 2, 3}
 
 
 def test_greedy_and_seeds(folder):

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import os
-import re
-import sys
 import traceback
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from k3tool.cli.options import IsPath, JsonOption, QuietOption, check_output_file
 from k3tool.cli.output import Output, print_failure
+from k3tool.cli.printer import Printer
+from k3tool.cli.prompt import Prompt, check_text
 from k3tool.commands import command as command_line
 from k3tool.commands import torchrun
 from k3tool.disk import STARTS_OVER
 from k3tool.errors import CheckFailed, Interrupted, K3Error, UnsupportedError, UsageError
-from k3tool.units import format_bytes, parse_size
+from k3tool.sampling import check_sampling
+from k3tool.stopping import check_stop_texts
+from k3tool.units import format_bytes, parse_size, plural
 
 if TYPE_CHECKING:
-    from k3tool.config import K3Config
     from k3tool.generate import RunResult, Session, Timing
     from k3tool.model.check import KernelCheck
     from k3tool.model.recording import Recorder
-    from k3tool.tokenizer import StreamDecoder, Tokenizer
 
 
 def command(
@@ -40,17 +41,31 @@ def command(
         str | None, typer.Option("--input-ids", metavar='"1,2,3"', help="Token ids; needs no tokenizer.")
     ] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="A user message in K3's format; a .json prompt file holds the messages.")
+        bool, typer.Option("--chat", help="A user message in K3's format, or the messages that a JSON prompt file holds.")
     ] = False,
+    system: Annotated[
+        str | None, typer.Option("--system", metavar="TEXT", help="With --chat: a system message before the others.")
+    ] = None,
     thinking: Annotated[
-        bool, typer.Option("--thinking/--no-thinking", help="With --chat: reply with a think channel first.")
-    ] = True,
+        bool | None,
+        typer.Option("--thinking/--no-thinking", help="With --chat: the reply begins with reasoning (default), or not."),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", metavar="N", min=0)] = 64,
     temperature: Annotated[
-        float, typer.Option("--temperature", metavar="T", min=0.0, help="Sample; without it, greedy.")
+        float, typer.Option("--temperature", metavar="T", help="Sample; without it, greedy.")
     ] = 0.0,
     top_p: Annotated[float, typer.Option("--top-p", metavar="P", help="Sample from the likeliest tokens only.")] = 1.0,
+    top_k: Annotated[
+        int | None, typer.Option("--top-k", metavar="N", min=0, help="Sample from the N likeliest tokens only; 0: all.")
+    ] = None,
     seed: Annotated[int | None, typer.Option("--seed", metavar="N", min=0, max=2**63 - 1)] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option("--stop", metavar="TEXT", help="End the reply before this text, as written; may be repeated."),
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on after end tokens, to --max-new-tokens.")
+    ] = False,
     backend: Annotated[str, typer.Option("--backend", metavar="auto|triton|cpu|reference", help="triton: a GPU. cpu: compiled for this processor. reference: plain torch, slow.")] = "auto",
     device: Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda")] = "auto",
     dtype: Annotated[str, typer.Option("--dtype", metavar="bfloat16|float32", help="Of activations.")] = "bfloat16",
@@ -83,14 +98,12 @@ def command(
     from k3tool.parallel.link import joined
     from k3tool.parallel.world import rank_folder_of, world_of
 
-    given = [name for name, value in (("--prompt", prompt), ("--prompt-file", prompt_file), ("--input-ids", input_ids)) if value is not None]  # fmt: skip
-    if len(given) != 1:
-        raise UsageError(
-            f"{' and '.join(given)} contradict each other" if given else "there is no prompt",
-            hint="give one of --prompt, --prompt-file and --input-ids",
-        )
-    if input_ids is not None and chat:
-        raise UsageError("--chat renders text, and --input-ids gives ids", hint="leave out one of them")
+    asked = Prompt(prompt, prompt_file, input_ids, chat, system, thinking)
+    check_sampling(max_new_tokens, temperature, top_p, top_k=top_k, seed=seed)
+    stops = list(stop or ())
+    check_stop_texts(stops)
+    for text in stops:
+        check_text("--stop", text)
     budget = parse_size(memory) if memory is not None else None
     world = world_of(os.environ)
     _check_recording(save_activations, gram, world.size)
@@ -101,15 +114,13 @@ def command(
             if link.is_first:
                 if logits_out is not None:
                     _check_result_file(logits_out)
-                config, tokenizer, ids = _prompt(folder, prompt, prompt_file, input_ids, chat, thinking)
-                printer.start(ids, tokenizer, config.eos_token_ids, live=not json and not quiet)
-            ids = link.from_first(lambda: printer.input_ids)
+                _read_prompt(folder, asked, stops, printer, output)
+                _warn_of_greedy(
+                    output, temperature, {"--top-p": top_p != 1.0, "--top-k": top_k, "--seed": seed is not None}
+                )
+            ids = printer.input_ids = link.from_first(lambda: printer.input_ids)
             from k3tool.generate import Session, run_session, write_logits
-            from k3tool.sampling import check_sampling
 
-            check_sampling(max_new_tokens, temperature, top_p)
-            if top_p != 1.0 and temperature == 0.0 and link.is_first:
-                output.progress.warn("--top-p has no effect without --temperature")
             session = Session.open(
                 folder, device=device, dtype=dtype, layers=layers, backend=backend, memory_bytes=budget,
                 progress=output.progress, link=link,
@@ -120,7 +131,8 @@ def command(
             try:
                 with recorder.watching() if recorder else nullcontext():
                     result = run_session(
-                        session, ids, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed,
+                        session, ids, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k,
+                        seed=seed, stop_at_end=not ignore_eos, stop=printer.completes,
                         keep_logits=logits_out is not None, on_token=printer.token,
                     )  # fmt: skip
             except KeyboardInterrupt as error:
@@ -131,25 +143,54 @@ def command(
                 write_logits(logits_out, result)
             if recorder is not None and save_activations is not None:
                 recorder.write(save_activations)
-            document = {**result.as_json(), "text": printer.text, "checks": [item.as_json() for item in checks]}
+            document = {**result.as_json(), **printer.so_far, "checks": [item.as_json() for item in checks]}
             if recorder is not None:
                 document["activations"] = {"file": str(save_activations), "tokens": recorder.tokens, "gram": gram}
             if check and link.is_first:
                 _check_table(output, checks)
             failed = [item for item in checks if not item.ok]
             if failed:
-                words = ("run", folder, *_prompt_words(prompt, prompt_file, input_ids, chat), "--backend", "reference")
+                words = ("run", folder, *asked.words, "--backend", "reference")
                 again = torchrun(world.size, *words) if world.size > 1 else command_line(*words)
                 raise _check_failed(failed, len(checks), again).with_document(document)
         if world.rank == 0:
-            output.result(document, essential=printer.shown)
+            output.result(document, essential=printer.essential)
             _report(output, result)
+            if printer.is_reasoning and result.finish_reason == "length":
+                output.note("the reply ends in its reasoning, before any response: give more --max-new-tokens")
             if recorder is not None:
                 output.note(
-                    f"{save_activations}: inputs of {recorder.tokens} tokens, for k3tool quantize --activations"
+                    f"{save_activations}: inputs of {plural(recorder.tokens, 'token')}, for k3tool quantize --activations"
                 )
             if check:
                 output.note(_check_note(checks))
+
+
+def _read_prompt(folder: Path, asked: Prompt, stops: list[str], printer: Printer, output: Output) -> None:
+    """The prompt into the printer, with what takes the reply apart. Raises what is wrong with either, or with the files
+    that say how a reply ends: before weights are read."""
+    from k3tool.checkpoint.reader import Checkpoint
+    from k3tool.checkpoint.source import LocalSource
+    from k3tool.reply import Reply
+    from k3tool.stopping import end_tokens
+
+    checkpoint = Checkpoint(LocalSource(folder))  # never a repository: weights are read again and again
+    tokenizer, printer.input_ids = asked.read(checkpoint.source, checkpoint.config, output.progress)
+    end_tokens(checkpoint.source, checkpoint.config)
+    if stops and tokenizer is None:
+        raise UsageError(
+            f"--stop compares text, and {folder} has no tokenizer",
+            hint="leave it out, or put tiktoken.model and tokenizer_config.json there",
+        )
+    live = not output.json and not output.quiet
+    printer.start(tokenizer, stops=stops, reply=Reply(thinking=asked.thinks) if asked.chat else None, live=live)
+
+
+def _warn_of_greedy(output: Output, temperature: float, given: Mapping[str, object]) -> None:
+    names = [name for name, is_given in given.items() if is_given]
+    if names and temperature == 0.0:
+        has = "has" if len(names) == 1 else "have"
+        output.progress.warn(f"{' and '.join(names)} {has} no effect without --temperature")
 
 
 def _check_recording(path: Path | None, gram: bool, ranks: int) -> None:
@@ -192,65 +233,6 @@ def _recorder(session: Session, path: Path | None, gram: bool) -> Recorder | Non
     return Recorder(session, path.absolute().parent if gram else None)
 
 
-def parse_ids(text: str) -> list[int]:
-    """Token ids separated by commas or white space. Raises UsageError."""
-    words = [word for word in re.split(r"[,\s]+", text.strip()) if word]
-    for word in words:
-        if not re.fullmatch(r"[+-]?\d{1,18}", word, re.ASCII):
-            raise UsageError(f"not a token id: {word!r}", hint='write --input-ids "1,2,3"')
-    return [int(word) for word in words]
-
-
-class Printer:
-    """Shows tokens as they come: as text where there is a tokenizer, else as ids. The end token is not shown.
-
-    Before `start`, and on every rank but the first, it shows nothing."""
-
-    def __init__(self) -> None:
-        self.input_ids: list[int] = []
-        self.ids: list[int] = []
-        self.shown = ""
-        self._stream: StreamDecoder | None = None
-        self._end_ids: tuple[int, ...] = ()
-        self._live = False
-
-    def start(self, ids: list[int], tokenizer: Tokenizer | None, end_ids: tuple[int, ...], *, live: bool) -> None:
-        self.input_ids = ids
-        self._stream = tokenizer.stream() if tokenizer else None
-        self._end_ids = end_ids
-        self._live = live
-
-    @property
-    def text(self) -> str | None:
-        return self.shown if self._stream else None
-
-    @property
-    def so_far(self) -> dict[str, object]:
-        """What an interrupted run tells of itself."""
-        return {"input_ids": self.input_ids, "token_ids": self.ids, "text": self.text}
-
-    def token(self, token: int) -> None:
-        self.ids.append(token)
-        if self._stream is None:
-            self._show(f" {token}" if self.shown else str(token))
-        elif token not in self._end_ids:
-            self._show(self._stream.feed(token))
-
-    def finish(self) -> None:
-        if self._stream is not None:
-            self._show(self._stream.finish())
-        if self._live:
-            sys.stdout.write("\n")
-            sys.stdout.flush()
-        self._live = False
-
-    def _show(self, text: str) -> None:
-        self.shown += text
-        if self._live and text:
-            sys.stdout.write(visible(text) if sys.stdout.isatty() else text)
-            sys.stdout.flush()
-
-
 class _Voice:
     """How ranks that run together fail: rank 0 speaks, and the rank with a bug shows where it is."""
 
@@ -261,7 +243,7 @@ class _Voice:
     def failure(self, error: K3Error) -> None:
         self._output.close()
         self._printer.finish()
-        if isinstance(error, Interrupted) and not error.document:
+        if not error.document and (isinstance(error, Interrupted) or self._printer.ids):
             error.with_document(self._printer.so_far)
         print_failure("run", error, as_json=self._output.json)
 
@@ -270,64 +252,9 @@ class _Voice:
         traceback.print_exception(error)
 
 
-def visible(text: str) -> str:
-    """Generated text for a terminal: control characters cannot move its cursor, everything else stays."""
-    return "".join(f"\\x{ord(c):02x}" if (c < " " and c not in "\n\t") or "\x7f" <= c <= "\x9f" else c for c in text)
-
-
-def _read(name: str) -> tuple[str, str]:
-    """Text of a prompt file and what to call it. Raises UsageError."""
-    try:
-        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
-        return data.decode("utf-8"), name
-    except OSError as error:
-        raise UsageError(f"cannot read {name}: {error.strerror}", hint="name a text file") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{name} is not UTF-8 text (byte {error.start})", hint="convert it to UTF-8") from None
-
-
-def _prompt(
-    folder: Path, prompt: str | None, prompt_file: str | None, input_ids: str | None, chat: bool, thinking: bool
-) -> tuple[K3Config, Tokenizer | None, list[int]]:
-    """Configuration, tokenizer where there is one, and the token ids of the prompt. Raises UsageError."""
-    from k3tool.checkpoint.reader import Checkpoint
-    from k3tool.checkpoint.source import LocalSource
-    from k3tool.tokenizer import find_tokenizer
-
-    checkpoint = Checkpoint(LocalSource(folder))  # never a repository: weights are read again and again
-    config = checkpoint.config
-    tokenizer: Tokenizer | None
-    if input_ids is not None:
-        ids = parse_ids(input_ids)
-        tokenizer = find_tokenizer(checkpoint.source, config.vocab_size)
-    else:
-        text, name = (prompt, "--prompt") if prompt is not None else _read(str(prompt_file))
-        tokenizer, ids = _encode(checkpoint.source, config.vocab_size, str(text), name, chat, thinking)
-    from k3tool.sampling import check_ids
-
-    check_ids(config, ids)
-    return config, tokenizer, ids
-
-
-def _encode(
-    source: Any, vocab_size: int, text: str, name: str, chat: bool, thinking: bool
-) -> tuple[Tokenizer, list[int]]:
-    from k3tool.chat import parse_messages, render, render_prompt
-    from k3tool.tokenizer import load_tokenizer
-
-    tokenizer = load_tokenizer(source, vocab_size)
-    if not text:
-        raise UsageError("the prompt is empty", hint="give some text")
-    if not chat:
-        return tokenizer, tokenizer.encode(text)
-    if name.endswith(".json"):
-        return tokenizer, tokenizer.encode_segments(render(parse_messages(text, where=name), thinking=thinking))
-    return tokenizer, tokenizer.encode_segments(render_prompt(text, thinking=thinking))
-
-
 def _report(output: Output, result: RunResult) -> None:
     """One line each on stderr: speed, memory, what ran."""
-    output.note(f"prefill {_speed(result.prefill)}; decode {_speed(result.decode)}; finished by {result.finish_reason}")
+    output.note(f"prefill {_speed(result.prefill)}; decode {_speed(result.decode)}; finished by {_ending(result)}")
     memory = result.memory
     device = f", {format_bytes(memory.peak_device_bytes)} on the GPU" if memory.peak_device_bytes else ""
     output.note(
@@ -336,18 +263,12 @@ def _report(output: Output, result: RunResult) -> None:
     )
     if memory.resident_experts is not None:
         output.note(
-            f"{memory.resident_experts} experts of every layer resident; {format_bytes(memory.streamed_bytes)} read from "
+            f"{plural(memory.resident_experts, 'expert')} of every layer resident; {format_bytes(memory.streamed_bytes)} read from "
             "disk for those that tokens visited"
         )
     output.note(
-        f"{result.layers} layers in {result.dtype} on {result.device}, {result.backend} kernels ({result.backend_reason})"
+        f"{plural(result.layers, 'layer')} in {result.dtype} on {result.device}, {result.backend} kernels ({result.backend_reason})"
     )
-
-
-def _prompt_words(prompt: str | None, prompt_file: str | None, input_ids: str | None, chat: bool) -> list[object]:
-    """The prompt as options of a command that runs it again."""
-    named = (("--prompt", prompt), ("--prompt-file", prompt_file), ("--input-ids", input_ids))
-    return [word for name, value in named if value is not None for word in (name, value)] + ["--chat"] * chat
 
 
 def _check_table(output: Output, checks: list[KernelCheck]) -> None:
@@ -381,7 +302,7 @@ def _check_failed(failed: list[KernelCheck], count: int, again: str) -> CheckFai
     worst = max(failed, key=lambda item: item.difference.excess)
     where = "after the last layer" if worst.layer is None else f"in layer {worst.layer}"
     return CheckFailed(
-        f"{len(failed)} of {count} kernel checks failed; worst is {worst.kernel} {where}: relative RMS error "
+        f"{len(failed)} of {plural(count, 'kernel check')} failed; worst is {worst.kernel} {where}: relative RMS error "
         f"{worst.rms_error:.2g} (bound {worst.rms_bound:.2g}), largest {worst.max_error:.2g} (bound {worst.max_bound:.2g})",
         hint=f"report the kernel with this machine's processor or GPU; plain torch computes without it: {again}",
     )
@@ -392,10 +313,17 @@ def _check_note(checks: list[KernelCheck]) -> str:
         return "what runs here is the reference: nothing was compared"
     worst = max(checks, key=lambda item: item.difference.excess)
     return (
-        f"{len(checks)} kernel checks passed; nearest to its bound is {worst.kernel}: relative RMS error "
+        f"{plural(len(checks), 'kernel check')} passed; nearest to its bound is {worst.kernel}: relative RMS error "
         f"{worst.rms_error:.2g} of {worst.rms_bound:.2g}, largest {worst.max_error:.2g} of {worst.max_bound:.2g}"
     )
 
 
+def _ending(result: RunResult) -> str:
+    if result.stop_reason is None:
+        return result.finish_reason
+    is_text = isinstance(result.stop_reason, str)
+    return f"stop text {result.stop_reason!r}" if is_text else f"end token {result.stop_reason}"
+
+
 def _speed(timing: Timing) -> str:
-    return f"{timing.tokens} tokens in {timing.seconds:.2f} s ({timing.tokens_per_second:,.1f} tokens/s)"
+    return f"{plural(timing.tokens, 'token')} in {timing.seconds:.2f} s ({timing.tokens_per_second:,.1f} tokens/s)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,7 +18,8 @@ from safetensors.numpy import load_file
 
 from k3tool import generate
 from k3tool.chat import render, render_prompt
-from k3tool.cli.run import parse_ids, visible
+from k3tool.cli.printer import visible
+from k3tool.cli.prompt import parse_ids
 from k3tool.errors import UsageError
 from k3tool.synthetic import tiny_config, write_checkpoint
 from k3tool.tokenizer import load_tokenizer
@@ -169,6 +171,265 @@ def test_stops_at_the_end_token_and_does_not_show_it(speaker: Path, tmp_path: Pa
     assert document["text"] == load_tokenizer(copy).decode(expected[:-1])
 
 
+@pytest.fixture
+def say(monkeypatch: pytest.MonkeyPatch):
+    """Make the model choose these tokens, and no others."""
+
+    def scripted(tokens: list[int]) -> None:
+        rest = iter([*tokens, *[tokens[-1]] * 100])
+        monkeypatch.setattr(generate, "sample", lambda *_, **__: next(rest))
+
+    return scripted
+
+
+def tokens_of(speaker: Path, text: str) -> list[int]:
+    return load_tokenizer(speaker).encode(text, allow_special=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "shown"),
+    [
+        ("the fox. User: no", ["User:"], "the fox. "),
+        ("the fox", ["wolf", "the fox and"], None),  # held back to the end, then shown
+        ("caf\u00e9 \u4e2d\u6587 end", ["\u4e2d"], "caf\u00e9 "),
+        ("caf\u00e9 \u4e2d\u6587 end", ["\u00e9 \u4e2d\u6587 e"], "caf"),
+        ("a<|sep|>b", ["<|sep|>"], "a"),
+        ("a<|sep|>b", ["p|>b"], "a"),
+        ("one two three", ["three", "two"], "one "),
+    ],
+)
+def test_a_stop_text_ends_the_reply_and_is_not_shown(
+    speaker: Path, capsys, say, text: str, stops: list[str], shown: str | None
+):
+    # One byte at a time, so that every text runs over borders of tokens and characters; control tokens are one.
+    tokenizer = load_tokenizer(speaker)
+    tokens = [t for part in re.split(r"(<\|sep\|>)", text)
+              for t in (tokens_of(speaker, part) if part == "<|sep|>" else (tokenizer.tokens.index(bytes([b])) for b in part.encode()))]  # fmt: skip
+    options = [word for stop in stops for word in ("--stop", stop)]
+    command = ("run", speaker, "--prompt", "x", "--max-new-tokens", len(tokens), *options)
+    say(tokens)
+    document = k3tool(capsys, *command, "--json").json
+    say(tokens)
+    ran = k3tool(capsys, *command)
+    if shown is None:
+        assert document["text"] == text and ran.out == text + "\n"
+        assert (document["finish_reason"], document["stop_reason"]) == ("length", None)
+        return
+    assert document["text"] == shown and ran.out == shown + "\n"
+    assert document["finish_reason"] == "stop" and document["stop_reason"] in stops
+    found = document["token_ids"]
+    assert found == tokens[: len(found)]
+    # It ends with the token that makes the stop text whole: one token less does not.
+    whole, less = (b"".join(map(tokenizer.token_bytes, ids)).decode(errors="ignore") for ids in (found, found[:-1]))
+    assert document["stop_reason"] in whole and not any(stop in less for stop in stops)
+    assert f"finished by stop text {document['stop_reason']!r}" in ran.err
+
+
+def test_end_tokens_of_every_place_and_none_of_them(speaker: Path, tmp_path: Path, capsys, say):
+    copy = copy_checkpoint(speaker, tmp_path / "copy")
+    config = json.loads((copy / "config.json").read_bytes())
+    config["eos_token_id"], config["text_config"]["eos_token_id"] = 11, [12]
+    (copy / "config.json").write_text(json.dumps(config))
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [13, 640]}))
+    command = ("run", copy, "--input-ids", "5", "--max-new-tokens", 5)
+    for end in (11, 12, 13):
+        say([7, end])
+        ran = k3tool(capsys, *command, "--json")
+        assert ran.json["token_ids"] == [7, end] and ran.json["finish_reason"] == "stop"
+        assert ran.json["stop_reason"] == end and "ignored: 640" in ran.err
+        assert ran.json["text"] == load_tokenizer(copy).decode([7])
+        say([7, end, 8])
+        ignored = k3tool(capsys, *command, "--ignore-eos", "--json").json
+        assert ignored["token_ids"] == [7, end, 8, 8, 8]
+        assert (ignored["finish_reason"], ignored["stop_reason"]) == ("length", None)
+        assert ignored["text"] == load_tokenizer(copy).decode([7, end, 8, 8, 8])
+    (copy / "generation_config.json").write_text('{"eos_token_id": "13"}')
+    ran = k3tool(capsys, *command)
+    assert ran.code == 11 and "generation_config.json: eos_token_id must be a token id" in ran.err
+
+
+def chat_reply(speaker: Path, **message: object) -> list[int]:
+    """What the model would generate for this message, its end token included."""
+    user = [{"role": "user", "content": "u"}]
+    whole = render([*user, {"role": "assistant", **message}], add_generation_prompt=False)
+    return load_tokenizer(speaker).encode_segments(whole[len(render(user)) :])
+
+
+def test_reasoning_and_response_are_apart(speaker: Path, capsys, say):
+    tokens = chat_reply(speaker, content="Grün 中", reasoning_content="Let me see")
+    command = ("run", speaker, "--chat", "--prompt", "u", "--max-new-tokens", 500)
+    say(tokens)
+    document = k3tool(capsys, *command, "--json").json
+    assert document["token_ids"] == tokens and document["finish_reason"] == "stop"
+    assert (document["reasoning"], document["response"], document["tool_calls"]) == ("Let me see", "Grün 中", [])
+    assert document["text"] == load_tokenizer(speaker).decode(tokens[:-1])
+    say(tokens)
+    assert k3tool(capsys, *command).out == "[reasoning]\nLet me see\n\n[response]\nGrün 中\n"
+    say(tokens)
+    assert k3tool(capsys, *command, "-q").out == "Grün 中\n"
+    # Cut off in the reasoning, it is said so.
+    say(tokens)
+    cut = k3tool(capsys, *command[:-1], 3)
+    assert cut.out.startswith("[reasoning]\nL") and "ends in its reasoning" in cut.err
+    # What is no chat has no channels.
+    assert "reasoning" not in k3tool(capsys, "run", speaker, "--prompt", "u", "--max-new-tokens", 1, "--json").json
+
+
+def test_a_reply_without_reasoning_has_no_titles(speaker: Path, capsys, say):
+    tokenizer = load_tokenizer(speaker)
+    message = {"role": "assistant", "content": "yes"}
+    whole = render([{"role": "user", "content": "u"}, message], thinking=False, add_generation_prompt=False)
+    tokens = tokenizer.encode_segments(whole[len(render([{"role": "user", "content": "u"}], thinking=False)) :])
+    say(tokens)
+    command = ("run", speaker, "--chat", "--no-thinking", "--prompt", "u", "--max-new-tokens", 99)
+    assert k3tool(capsys, *command).out == "yes\n"
+
+
+def test_tool_calls_of_a_reply(speaker: Path, tmp_path: Path, capsys, say):
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": {"where": "here", "n": 2}}}
+    tokens = chat_reply(speaker, content="", reasoning_content="r", tool_calls=[call])
+    command = ("run", speaker, "--chat", "--prompt", "u", "--max-new-tokens", 500)
+    say(tokens)
+    document = k3tool(capsys, *command, "--json").json
+    assert document["tool_calls"] == [call]
+    say(tokens)
+    shown = k3tool(capsys, *command).out
+    assert shown == '[reasoning]\nr\n\n[tools]\n{"name": "look", "arguments": {"where": "here", "n": 2}}\n\n'
+    # The reply and the result go on as messages.
+    messages = [
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": document["response"], "reasoning_content": document["reasoning"],
+         "tool_calls": document["tool_calls"]},
+        {"role": "tool", "tool_call_id": "1", "content": "found"},
+    ]  # fmt: skip
+    file = tmp_path / "m.json"
+    file.write_text(json.dumps(messages))
+    say([5])
+    ran = k3tool(capsys, "run", speaker, "--chat", "--prompt-file", file, "--max-new-tokens", 1, "--json")
+    assert ran.json["input_ids"] == load_tokenizer(speaker).encode_segments(render(messages))
+
+
+def test_a_stop_text_in_a_chat(speaker: Path, capsys, say):
+    tokens = chat_reply(speaker, content="one two three", reasoning_content="r")
+    command = ("run", speaker, "--chat", "--prompt", "u", "--max-new-tokens", 500, "--json")
+    say(tokens)
+    document = k3tool(capsys, *command, "--stop", "two").json
+    assert (document["reasoning"], document["response"], document["stop_reason"]) == ("r", "one ", "two")
+    say(tokens)
+    document = k3tool(capsys, *command, "--stop", "<|close|>think").json
+    assert (document["reasoning"], document["response"]) == ("r", "")
+
+
+TURNS = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b", "reasoning_content": "t"},
+    {"role": "user", "content": "c"},
+]
+
+
+@pytest.mark.parametrize("shape", ["list", "object", "request"])
+@pytest.mark.parametrize("name", ["messages.json", "messages.txt", "-", "bom"])
+def test_several_turns(speaker: Path, tmp_path: Path, capsys, monkeypatch, shape: str, name: str):
+    """Messages are messages under any name, from stdin, and as clients send them to servers."""
+    documents = {
+        "list": TURNS,
+        "object": {"messages": TURNS},
+        "request": {"model": "k3", "messages": TURNS, "top_p": 1},
+    }
+    text = ("\ufeff" if name == "bom" else "") + json.dumps(documents[shape], indent=1)
+    file: object = "-"
+    if name == "-":
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    else:
+        file = tmp_path / name
+        file.write_text(text, encoding="utf-8")
+    ran = k3tool(capsys, "run", speaker, "--chat", "--prompt-file", file, "--max-new-tokens", 1, "--json")
+    assert ran.code == 0, ran.err
+    assert ran.json["input_ids"] == load_tokenizer(speaker).encode_segments(render(TURNS))
+    assert ("only the messages of this request are used, not its model, top_p" in ran.err) is (shape == "request")
+
+
+def test_a_system_message(speaker: Path, tmp_path: Path, capsys):
+    ran = k3tool(
+        capsys, "run", speaker, "--chat", "--system", "Be brief.", "--prompt", "a", "--max-new-tokens", 1, "--json"
+    )  # fmt: skip
+    assert ran.json["input_ids"] == load_tokenizer(speaker).encode_segments(render(TURNS[:2]))
+    file = tmp_path / "m.json"
+    command = (
+        "run",
+        speaker,
+        "--chat",
+        "--system",
+        "Be brief.",
+        "--prompt-file",
+        file,
+        "--max-new-tokens",
+        1,
+        "--json",
+    )
+    file.write_text(json.dumps(TURNS[1:]))
+    assert k3tool(capsys, *command).json["input_ids"] == load_tokenizer(speaker).encode_segments(render(TURNS))
+    for role in ("system", "developer"):
+        file.write_text(json.dumps([{"role": role, "content": "x"}, *TURNS[1:]]))
+        ran = k3tool(capsys, *command)
+        assert ran.code == 2 and f"--system and the {role} message of {file} contradict" in ran.err
+
+
+def test_files_that_are_meant_as_messages_and_are_none(speaker: Path, tmp_path: Path, capsys):
+    file = tmp_path / "torn.txt"
+    for text in ('[{"role": "user", "content": "a"}', '{"messages": [{"role": "user"', '[{"role": "bot"}]'):
+        file.write_text(text)
+        ran = k3tool(capsys, "run", speaker, "--chat", "--prompt-file", file)
+        assert ran.code == 2 and "roles: system, user, assistant, tool" in ran.err.splitlines()[1]
+    file.write_text('[{"role": "user", "content": "a"}]')
+    ran = k3tool(capsys, "run", speaker, "--prompt-file", file, "--max-new-tokens", 1)
+    assert ran.code == 0 and "warning: " in ran.err and "--chat renders them" in ran.err
+    words = '{"a": 1} is what?'
+    file.write_text(words)
+    ran = k3tool(capsys, "run", speaker, "--chat", "--prompt-file", file, "--max-new-tokens", 1, "--json")
+    assert ran.json["input_ids"] == load_tokenizer(speaker).encode_segments(render_prompt(words))
+
+
+def test_a_prompt_is_bounded(speaker: Path, tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.setattr("k3tool.cli.prompt.MAX_PROMPT_BYTES", 1000)
+    file = tmp_path / "large"
+    file.write_text("x" * 1001)
+    assert "1001 bytes are beyond the limit of 1000" in k3tool(capsys, "run", speaker, "--prompt-file", file).err
+    with open("/dev/zero") as endless:
+        monkeypatch.setattr(sys, "stdin", endless)
+        ran = k3tool(capsys, "run", speaker, "--prompt-file", "-")
+    assert ran.code == 2 and "stdin: more than 1000 bytes" in ran.err
+
+
+def test_top_k(mini: Path, capsys):
+    def sampled(*options: object) -> list[int]:
+        command = ("run", mini, "--input-ids", "7,8,9", "--max-new-tokens", 8, "--ignore-eos", "--json", *options)
+        return k3tool(capsys, *command).json["token_ids"]
+
+    hot = ("--temperature", "9", "--seed", "3")
+    assert sampled(*hot, "--top-k", 1) == sampled() != sampled(*hot)
+    assert sampled(*hot, "--top-k", 0) == sampled(*hot)
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["--temperature 1e-38", "--temperature 1e-45", "--temperature 1 --top-p 1e-300", "--temperature 1e-6 --top-p 1e-9",
+     "--temperature 1e-300", "--temperature 5e-324 --top-k 5"],
+)  # fmt: skip
+def test_sampling_values_near_zero_are_greedy(mini: Path, capsys, options: str):
+    command = ("run", mini, "--input-ids", "1,5,7", "--max-new-tokens", 2)
+    assert k3tool(capsys, *command, *options.split(), "-q").out == k3tool(capsys, *command, "-q").out
+
+
+def test_options_without_effect_are_said(speaker: Path, capsys):
+    command = ("run", speaker, "--prompt", "x", "--max-new-tokens", 1)
+    ran = k3tool(capsys, *command, "--top-p", "0.5", "--top-k", 5, "--seed", 1, "--no-thinking")
+    assert "warning: --top-p and --top-k and --seed have no effect without --temperature" in ran.err
+    assert "no effect without --chat" in ran.err
+    assert "warning" not in k3tool(capsys, *command, "--temperature", 1, "--top-k", 5, "--seed", 1).err
+
+
 def test_sampling_is_repeatable_by_its_seed(mini: Path, capsys):
     def sampled(*options: object) -> list[int]:
         ran = k3tool(capsys, "run", mini, "--input-ids", "7,8,9", "--max-new-tokens", 12, *options, "--json")
@@ -196,8 +457,21 @@ def test_sampling_is_repeatable_by_its_seed(mini: Path, capsys):
         (("--input-ids", "-1"), 2, "token id -1"),
         (("--input-ids", "1", "--max-new-tokens", "-1"), 2, "max-new-tokens"),
         (("--input-ids", "1", "--temperature", "-1"), 2, "temperature"),
-        (("--input-ids", "1", "--temperature", "nan"), 2, "temperature"),
-        (("--input-ids", "1", "--top-p", "0"), 2, "top_p"),
+        (("--input-ids", "1", "--temperature", "nan"), 2, "temperature is nan"),
+        (("--input-ids", "1", "--temperature", "inf"), 2, "temperature is inf"),
+        (("--input-ids", "1", "--temperature", "-1e-300"), 2, "temperature"),
+        (("--input-ids", "1", "--top-p", "0"), 2, "top_p is 0.0"),
+        (("--input-ids", "1", "--top-p", "1.0000000000000002"), 2, "top_p is 1.0000000000000002"),
+        (("--input-ids", "1", "--top-p", "nan"), 2, "top_p is nan"),
+        (("--input-ids", "1", "--top-k", "-1"), 2, "top-k"),
+        (("--input-ids", "1", "--seed", str(1 << 63)), 2, "seed"),
+        (("--input-ids", "1", "--stop", ""), 2, "--stop is empty"),
+        (("--input-ids", "1", "--stop", "x" * 513), 2, "513 characters"),
+        (("--input-ids", "1", *("--stop", "x") * 65), 2, "65 times"),
+        (("--input-ids", "1", "--stop", "\udce9"), 2, "--stop is not UTF-8"),
+        (("--input-ids", "1", "--stop", "x"), 2, "has no tokenizer"),
+        (("--prompt", "\udce9"), 2, "--prompt is not UTF-8"),
+        (("--prompt", "a", "--system", "b"), 2, "there is no --chat"),
         (("--input-ids", "1", "--dtype", "float64"), 2, "float64"),
         (("--input-ids", "1", "--device", "tpu"), 2, "tpu"),
         (("--input-ids", "1", "--backend", "magic"), 2, "magic"),
