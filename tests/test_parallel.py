@@ -372,8 +372,9 @@ def endless(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Ranks that generate until they are stopped: they have no end token. Without tokenizers, ids are what is printed."""
     folder = tmp_path_factory.mktemp("endless")
     shutil.copytree(home / name_of("released", Layout(tp=2)), folder, dirs_exist_ok=True)
-    for file in folder.rglob("generation_config.json"):
-        file.unlink()
+    for name in ("generation_config.json", "tiktoken.model"):
+        for file in folder.rglob(name):
+            file.unlink()
     for file in folder.rglob("config.json"):
         config = json.loads(file.read_bytes())
         config["eos_token_id"] = config["text_config"]["eos_token_id"] = None
