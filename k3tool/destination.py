@@ -10,6 +10,7 @@ from pathlib import Path
 from k3tool.checkpoint.index import INDEX_NAME, MAX_INDEX_BYTES, SINGLE_NAME, parse_index
 from k3tool.checkpoint.ledger import LEDGER_FOLDER
 from k3tool.checkpoint.manifest import MANIFEST_NAME, load_manifest
+from k3tool.checkpoint.note import read_copy, read_note
 from k3tool.checkpoint.outside import corrupt, read_file
 from k3tool.checkpoint.source import Source, is_strewn
 from k3tool.checkpoint.writer import PARTIAL_SUFFIX
@@ -23,8 +24,10 @@ SPARE_BYTES = 64 << 20  # for the index, the configuration, the ledger and what 
 _IGNORED = {"lost+found", LEDGER_FOLDER}
 
 
-def guard(dest: Path, source: Source, plan: Plan, *, overwrite: bool) -> None:
-    """Refuse a DEST that is no folder, is in or around the source, or holds something else. Raises UsageError."""
+def guard(dest: Path, source: Source, plan: Plan, *, overwrite: bool, goes_on: bool = False) -> None:
+    """Refuse a DEST that is no folder, is in or around the source, or holds something else. Raises UsageError.
+
+    goes_on: it is known otherwise that the files in DEST are of this job."""
     if dest.exists() and not dest.is_dir():
         raise UsageError(f"{dest} is a file, not a folder", hint="name a folder for the result")
     root = source.local_path("")
@@ -35,7 +38,9 @@ def guard(dest: Path, source: Source, plan: Plan, *, overwrite: bool) -> None:
                 f"DEST {dest} and SOURCE {root} overlap",
                 hint="name a folder beside the source; nothing is written into it",
             )
-    if overwrite or not dest.is_dir():
+    if overwrite:
+        _check_only_copy(dest)
+    if overwrite or goes_on or not dest.is_dir():
         return
     with disk_errors(dest, "list"):
         held = sorted(name for name in os.listdir(dest) if name not in _IGNORED and not is_strewn(name))
@@ -49,6 +54,22 @@ def guard(dest: Path, source: Source, plan: Plan, *, overwrite: bool) -> None:
         f"{dest} already holds something else: {', '.join(held[:3])}{', ...' if len(held) > 3 else ''}",
         hint="name an empty folder, or add --overwrite to replace what k3tool writes there",
     )
+
+
+def _check_only_copy(dest: Path) -> None:
+    """Raises UsageError where an unfinished job has moved tensors of its source into DEST, so that they are nowhere else."""
+    with contextlib.suppress(CheckpointCorrupt):
+        copy = read_copy(dest)
+        root = Path(copy.source) if copy else None
+        note = read_note(root) if root and root.is_dir() else None
+        if note is None or root is None or note.complete or os.path.realpath(note.dest) != os.path.realpath(dest):
+            return
+        if freed := note.freed(root):
+            raise UsageError(
+                f"--overwrite would remove the only copy of what {root} gave up: {len(freed)} of its shards are freed, "
+                f"their tensors are in {dest}",
+                hint=f"name another folder, or {note.go_on(root)}",
+            )
 
 
 def clear(dest: Path) -> None:

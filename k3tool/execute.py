@@ -135,7 +135,8 @@ def execute(
     options = options or Options()
     dest = Path(dest)
     wanted = plan.select(only) if only else plan.jobs
-    guard(dest, tensors.source, plan, overwrite=options.overwrite)
+    goes_on = options.reclaimer is not None and options.reclaimer.goes_on
+    guard(dest, tensors.source, plan, overwrite=options.overwrite, goes_on=goes_on)
     workers, buffer_bytes = allowance(wanted, tensors.source, options)
     make_folder(dest)
     with Ledger(dest, plan.id, plan.command, overwrite=options.overwrite, part=_share(wanted, options, only)) as ledger:
@@ -225,6 +226,8 @@ class _Run:
         self.plan, self.wanted, self.tensors, self.dest = plan, wanted, tensors, dest
         self.ledger, self.options, self.revision, self.manifest = ledger, options, revision, manifest
         self.earlier = self._earlier()
+        if options.reclaimer:
+            self.earlier = options.reclaimer.kept(self.earlier, ledger)
         self.stop = threading.Event()
         self.lock = threading.Lock()
         self.failures: list[BaseException] = []
@@ -384,7 +387,8 @@ def source_identity(source: Source, digest: str) -> dict[str, str]:
     """What names a source in a plan's description: where it is (of a Hub repository the commit), and the digest of
     what the plan was made from."""
     root = source.local_path("")
-    where = f"{source.label} {getattr(source, 'commit', '')}" if root is None else os.path.realpath(root)
+    former = getattr(source, "former_root", None)  # of a source that was moved while it was given up
+    where = f"{source.label} {getattr(source, 'commit', '')}" if root is None else former or os.path.realpath(root)
     return {"source": where, "digest": digest}
 
 

@@ -113,8 +113,9 @@ class Plan:
     """What one command does. Two runs are the same job when their `id` is the same.
 
     jobs: in the order in which they are best done (source order).
-    description: JSON; everything that the result depends on beside the jobs: command, options, and the identity of
-        the source (`k3tool.execute.source_identity`).
+    command: its first word, what is done, counts for the id; how the source and the options are spelled does not.
+    description: JSON; everything that the result depends on beside the jobs: options, and the identity of the source
+        (`k3tool.execute.source_identity`).
     """
 
     command: str
@@ -123,7 +124,13 @@ class Plan:
 
     @property
     def id(self) -> str:
-        return job_id([self.command, dict(self.description), [[j.path, j.data_bytes, len(j.steps)] for j in self.jobs]])
+        return job_id(
+            [
+                self.command.split(maxsplit=1)[0],
+                dict(self.description),
+                [[j.path, j.data_bytes, len(j.steps)] for j in self.jobs],
+            ]
+        )
 
     @property
     def data_bytes(self) -> int:

@@ -15,17 +15,19 @@ from typing import Any, Protocol
 
 from k3tool.checkpoint.index import INDEX_NAME
 from k3tool.checkpoint.manifest import MANIFEST_NAME, Manifest
+from k3tool.checkpoint.note import as_it_was
 from k3tool.checkpoint.reader import CONFIG_NAME
 from k3tool.checkpoint.source import Source, open_source, opened_source
 from k3tool.checkpoint.table import TensorTable
-from k3tool.errors import CheckpointMissing, UsageError
+from k3tool.errors import CheckFailed, K3Error, UsageError
+from k3tool.events import SILENT
 from k3tool.execute import Options, Part, Report, SmallFile, execute, source_identity
 from k3tool.garbage import collector_paused
 from k3tool.layout import Layout, check, choose, expert_block, rank_folder, stages
 from k3tool.lockstep import reads_of
 from k3tool.plan import FileJob, Plan
 from k3tool.readback import Readback, verify_joined, verify_written, written_files
-from k3tool.reclaim import ReclaimedSource, Reclaimer, finish_note, read_note, refuse_reclaimed
+from k3tool.reclaim import Reclaimer
 from k3tool.transform.forms import Opened, data_companions, open_form
 from k3tool.transform.record import LayoutRecord
 from k3tool.transform.regroup import Grouped, group_by_owner, owner_jobs, rank_jobs
@@ -158,11 +160,12 @@ def prepare(
     change: Change | None = None,
     *,
     reclaim: bool = False,
+    dest: str | Path | None = None,
     dry_run: bool = False,
 ) -> Prepared:
     """Plan a job from names, shapes and dtypes. Writes nothing. change: what is done to tensors on the way.
-    reclaim: the source may be one that the same job has begun to free; what is left of one that it has freed whole is
-    removed, but in a dry run.
+    reclaim: the source may be one that the same job has begun to free for `dest`; what is left of one that it has freed
+    whole is removed, but in a dry run.
 
     Raises CheckpointMissing, CheckpointCorrupt (a source that is incomplete or not what its configuration says),
     UsageError, and UnsupportedError (exit 14) for a layout that this model cannot have, with the nearest ones.
@@ -172,7 +175,8 @@ def prepare(
     if request.ranks is not None and request.form != "ranks":
         raise UsageError("--rank goes with --layout ranks only", hint="leave --rank out, or write --layout ranks")
     with collector_paused():
-        return _prepare(_open(source, reclaim, remove=reclaim and not dry_run), request, change)
+        opened = open_source(source) if isinstance(source, (str, Path)) else source
+        return _prepare(as_it_was(opened, dest, reclaim=reclaim, dry_run=dry_run), request, change)
 
 
 def _prepare(source: Source, request: Request, change: Change | None) -> Prepared:
@@ -203,21 +207,6 @@ def _prepare(source: Source, request: Request, change: Change | None) -> Prepare
     )
 
 
-def _open(source: str | Path | Source, reclaim: bool, *, remove: bool) -> Source:
-    found = open_source(source) if isinstance(source, (str, Path)) else source
-    root = found.local_path("")
-    if root is None:
-        return found
-    if remove and finish_note(root):
-        raise CheckpointMissing(f"{root}: its last shards are removed now", hint="the result was complete; use that")
-    note = read_note(root)
-    if note is None:
-        return found
-    if not reclaim or note.complete:
-        refuse_reclaimed(root)
-    return ReclaimedSource(root, note)
-
-
 def reshard(
     source: str | Path | Source,
     dest: str | Path,
@@ -230,7 +219,7 @@ def reshard(
     """Carry out `request`: every file once, the index and configuration last. Raises what `prepare` and
     `execute` raise, and CheckFailed (exit 1) where `verify` finds a tensor that differs from the source."""
     with opened_source(source) as opened:
-        prepared = prepare(opened, request, reclaim=reclaim)
+        prepared = prepare(opened, request, reclaim=reclaim, dest=dest)
         return carry_out(prepared, Path(dest), options=options or Options(), verify=verify, reclaim=reclaim)
 
 
@@ -240,9 +229,17 @@ def carry_out(
     """The second half of `reshard`, for those who looked at the plan first.
 
     reclaim: DELETES the source along the way (see `k3tool.reclaim`)."""
-    wanted = {job.path for job in prepared.wanted}
     if reclaim:
-        options = replace(options, reclaimer=_reclaimer(prepared, dest, options, verify))
+        reclaimer = reclaimer_of(prepared, dest, options, verify)
+        with reclaimer.held():
+            done = _carry_out(prepared, dest, replace(options, reclaimer=reclaimer), verify)
+            reclaimer.finish()
+            return done
+    return _carry_out(prepared, dest, options, verify)
+
+
+def _carry_out(prepared: Prepared, dest: Path, options: Options, verify: bool) -> Resharded:
+    wanted = {job.path for job in prepared.wanted}
     report = execute(
         prepared.plan,
         prepared.opened.form.tensors,
@@ -252,8 +249,6 @@ def carry_out(
         only=None if prepared.request.ranks is None else lambda job: job.path in wanted,
         revision=getattr(prepared.opened.source, "commit", None),
     )
-    if options.reclaimer:
-        options.reclaimer.finish()
     done = Resharded(prepared, report)
     if verify:
         done.readback = read_back(prepared, report, dest, options)
@@ -275,8 +270,8 @@ def read_back(prepared: Prepared, report: Report, dest: Path, options: Options) 
     return readback
 
 
-def _reclaimer(prepared: Prepared, dest: Path, options: Options, verify: bool) -> Reclaimer:
-    """Raises UsageError where freeing the source would contradict what else was asked for."""
+def reclaimer_of(prepared: Prepared, dest: Path, options: Options, verify: bool) -> Reclaimer:
+    """Raises UsageError where freeing the source would contradict what else was asked for, and what `Reclaimer` raises."""
     table = prepared.opened.form.tensors
     if prepared.request.ranks is not None or options.part:
         raise UsageError("--reclaim frees the whole source, so one process must write all ranks", hint="leave it out")
@@ -286,7 +281,30 @@ def _reclaimer(prepared: Prepared, dest: Path, options: Options, verify: bool) -
         )
     if not isinstance(table, TensorTable):
         raise UsageError("--reclaim takes a checkpoint, not a folder of ranks", hint="leave --reclaim out")
-    return Reclaimer(prepared.plan, table, dest)
+    return Reclaimer(
+        prepared.plan,
+        table,
+        dest,
+        _layout_options(prepared.request, prepared.layout),
+        lambda jobs: _differing(prepared, jobs, dest, replace(options, progress=SILENT)),
+        overwrite=options.overwrite,
+    )
+
+
+def _differing(prepared: Prepared, jobs: Sequence[FileJob], dest: Path, options: Options) -> set[str]:
+    """Files of these jobs in `dest` that are not what the source makes."""
+    found: set[str] = set()
+    while left := [job for job in jobs if job.path not in found]:
+        paths = {job.path for job in left}
+        try:
+            verify_written(prepared.resharder, left, dest, options, by_rank=prepared.request.form == "ranks", files={})
+            break
+        except CheckFailed as error:
+            named = {str(place).partition(": ")[0] for place in error.details["different"]}  # type: ignore[attr-defined]
+            found |= named & paths or paths
+        except K3Error:  # one that cannot be read
+            found |= paths
+    return found
 
 
 def part_of(text: str | None, environment: Mapping[str, str]) -> Part | None:
@@ -306,8 +324,12 @@ def part_of(text: str | None, environment: Mapping[str, str]) -> Part | None:
 
 def _command(request: Request, layout: Layout, opened: Opened, change: Change | None) -> str:
     name, options = ("reshard", "") if change is None else (change.command, f"{change.options} ")
+    return f"{name} {opened.source.label} {options}{_layout_options(request, layout)}"
+
+
+def _layout_options(request: Request, layout: Layout) -> str:
     return (
-        f"{name} {opened.source.label} {options}--layout {request.form} --tp {layout.tp} --ep {layout.ep} --pp {layout.pp} "
+        f"--layout {request.form} --tp {layout.tp} --ep {layout.ep} --pp {layout.pp} "
         f"--max-shard-size {request.max_shard_bytes}"
     )
 

@@ -693,29 +693,13 @@ def test_reclaim_killed_and_resumed(source, unbroken, tmp_path, run):
         while (code := run(source=copy, dest=dest, reclaim=True, kill_at=rng.randrange(1, events))) == -signal.SIGKILL:
             kills += 1
             if (copy / "k3tool-reclaimed.json").exists():
-                with pytest.raises(CheckpointMissing, match=r"was given up|last shards are removed"):
+                with pytest.raises(CheckpointMissing, match="was given up"):
                     prepare(copy, TP2)
             else:  # nothing is touched without a note
                 assert {path.name: path.stat().st_size for path in copy.glob("*.safetensors")} in (whole_shards, {})
         assert code in (0, 10)  # 10: killed among the last removals; the result was complete and nothing is left to do
         assert not list(copy.glob("*.safetensors")) and contents(dest) == expected
     assert kills > 20
-
-
-@pytest.mark.parametrize("name", ["../thesis.txt", "/absolute.txt", "model-00001-of-00002.safetensors"])
-def test_a_note_alone_deletes_nothing(source, tmp_path, name):
-    """Whoever published a folder may have put such a note into it: names outside are refused, whole shards stay."""
-    copy = shutil.copytree(source, tmp_path / "k3")
-    (tmp_path / "thesis.txt").write_text("years of work")
-    held = name if name.startswith((".", "/")) else sorted(path.name for path in copy.glob("*.safetensors"))[0]
-    note = {"plan": "x", "dest": "/elsewhere", "shards": {held: 1}, "complete": True}
-    before = contents(copy)
-    (copy / "k3tool-reclaimed.json").write_text(json.dumps(note))
-    for options in ({}, {"reclaim": True, "dry_run": True}, {"reclaim": True}):
-        with pytest.raises((CheckpointMissing, CheckpointCorrupt)):
-            prepare(copy, TP2, **options)
-    (copy / "k3tool-reclaimed.json").unlink(missing_ok=True)
-    assert contents(copy) == before and (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
 def test_reclaim_proves_before_it_frees(source, tmp_path, monkeypatch):

@@ -50,14 +50,18 @@ def parse_index(text: bytes, *, where: str = INDEX_NAME) -> Index:
 
 def check_file_name(name: str, *, where: str) -> None:
     """A shard name must be a plain file name that stays in its folder. Raises CheckpointCorrupt."""
-    if (
-        not name
-        or len(name) > 255
-        or name.startswith((".", "-"))
-        or any(char in "/\\:" or ord(char) < 32 or ord(char) == 127 for char in name)
-        or not name.endswith(".safetensors")
-    ):
+    if not is_shard_name(name):
         raise _corrupt(where, f"shard name {name!r} is not a plain .safetensors file name")
+
+
+def is_shard_name(name: str) -> bool:
+    """Whether this is a plain name of a .safetensors file, which stays in its folder."""
+    return (
+        0 < len(name) <= 255
+        and not name.startswith((".", "-"))
+        and not any(char in "/\\:" or ord(char) < 32 or ord(char) == 127 for char in name)
+        and name.endswith(".safetensors")
+    )
 
 
 def build_index(weight_map: Mapping[str, str], total_size: int, **metadata: Any) -> bytes:

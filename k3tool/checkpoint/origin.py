@@ -60,14 +60,30 @@ def again(folder: str | Path, names: Sequence[str], *, known: Origin | None = No
     path = Path(folder)
     if not folder or not path.is_dir():
         return "ask its publisher to mend it, or name another revision"
+    return _given_up(path) or brought(path, names, known=known, overwrite=overwrite)
+
+
+def brought(folder: Path, names: Sequence[str], *, known: Origin | None = None, overwrite: bool = False) -> str:
+    """`again` for a folder whose shards were not given up with `--reclaim`, or where they alone help."""
     return (
-        _unfinished(path)
-        or _written(path, names, overwrite=overwrite)
-        or _cached(path, names)
-        or _recorded(path, names, known, overwrite=overwrite)
-        or _checkout(path, names)
+        _unfinished(folder)
+        or _written(folder, names, overwrite=overwrite)
+        or _cached(folder, names)
+        or _recorded(folder, names, known, overwrite=overwrite)
+        or _checkout(folder, names)
         or f"copy {_some(names)} again from where this folder came from: nothing in it says where that is"
     )
+
+
+def _given_up(folder: Path) -> str:
+    """What to do about a folder whose shards are freed because their tensors are elsewhere now."""
+    from k3tool.checkpoint.note import given_up, read_note
+
+    with suppress(K3Error, OSError):
+        note = read_note(folder)
+        if note is not None and note.freed(folder):
+            return given_up(folder, note).hint
+    return ""
 
 
 def write_rank(folder: str | Path, rank: int) -> str:
@@ -200,6 +216,10 @@ def _write_again(folder: Path, source: str, name: str, line: str, more: list[str
         return ""
     if not (Path(source).is_dir() or re.fullmatch(rf"{_REPO.pattern}(@.+)?", source, re.ASCII)):
         return f"it was written by `{name}` from {source}, which is not here: bring that back and write this again"
+    if Path(source).is_dir() and _given_up(Path(source)):
+        return (
+            f"its source {source} was given up while it was written: copy the file again from a backup of this folder"
+        )
     options = shlex.split(line[len(beginning) :])
     if _RANK.fullmatch(folder.name):  # one rank's own manifest: the command wrote the folder above
         folder = folder.parent

@@ -67,7 +67,7 @@ def command(
             parse_size(max_shard_size),
         )  # fmt: skip
         share = None if finalize else part_of(part, os.environ)
-        prepared = prepare(opened, request, reclaim=reclaim, dry_run=dry_run)
+        prepared = prepare(opened, request, reclaim=reclaim, dest=dest, dry_run=dry_run)
         if dry_run:
             output.result(prepared.as_json(), essential=prepared.plan.id, human=lambda c: _show_plan(c, prepared))
             return

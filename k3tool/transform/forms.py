@@ -17,6 +17,7 @@ from k3tool.catalog import Catalog, check_extent, section_entries
 from k3tool.checkpoint.header import TensorSpec
 from k3tool.checkpoint.index import INDEX_NAME
 from k3tool.checkpoint.manifest import MANIFEST_NAME
+from k3tool.checkpoint.note import RECLAIMED_NAME
 from k3tool.checkpoint.origin import look, write_rank
 from k3tool.checkpoint.reader import CONFIG_NAME, Checkpoint
 from k3tool.checkpoint.source import LocalSource, Source
@@ -27,7 +28,7 @@ from k3tool.errors import CheckpointCorrupt, CheckpointMissing, UsageError
 from k3tool.layout import rank_folder, share_of
 from k3tool.names import parse_name
 from k3tool.transform.record import LayoutRecord, read_record
-from k3tool.transform.reshard import LAYOUT_NAME, RECLAIMED_NAME, Form, RanksForm, RankTensors, WholeForm
+from k3tool.transform.reshard import LAYOUT_NAME, Form, RanksForm, RankTensors, WholeForm
 from k3tool.transform.split import Splitter
 
 SHOWN_NAMES = 5

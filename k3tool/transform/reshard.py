@@ -24,7 +24,6 @@ from k3tool.transform.base import Applied, Compute, Copy, Region, Step, TensorOu
 from k3tool.transform.split import Cut, Rule, Splitter, parsed, unit_of
 
 LAYOUT_NAME = "k3tool.json"
-RECLAIMED_NAME = "k3tool-reclaimed.json"  # in a source that is being given up; see k3tool.reclaim
 
 
 class Form(Protocol):
@@ -397,7 +396,6 @@ def _with(shape: tuple[int, ...], axis: int, size: int) -> tuple[int, ...]:
 
 __all__ = [
     "LAYOUT_NAME",
-    "RECLAIMED_NAME",
     "CheckPadding",
     "Form",
     "Join",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from k3tool.checkpoint.note import RECLAIMED_NAME
 from k3tool.checkpoint.own import is_own
 from k3tool.gguf.report import REPORT_NAME as GGUF_REPORT_NAME
 from k3tool.proofs import PROOFS_NAME
 from k3tool.transform.quantize_report import REPORT_NAME
-from k3tool.transform.reshard import LAYOUT_NAME, RECLAIMED_NAME
+from k3tool.transform.reshard import LAYOUT_NAME
 
 
 @pytest.mark.parametrize(

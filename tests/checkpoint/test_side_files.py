@@ -11,14 +11,13 @@ import pytest
 
 from k3tool.checkpoint.ledger import LEDGER_FOLDER, Ledger
 from k3tool.checkpoint.manifest import MANIFEST_NAME, load_manifest
+from k3tool.checkpoint.note import RECLAIMED_NAME, read_note
 from k3tool.errors import CheckpointCorrupt
 from k3tool.formats.bnb import read_state
 from k3tool.gguf.report import earlier_report
 from k3tool.proofs import PROOFS_NAME, ProofBook
-from k3tool.reclaim import read_note
 from k3tool.transform.quantize_report import earlier_rows
 from k3tool.transform.record import parse_record
-from k3tool.transform.reshard import RECLAIMED_NAME
 
 DIGEST = "0" * 64
 OTHERS: list[Any] = [None, "7", "", -1, 1.5, 10**39, True, [], [1], {}, {"a": {}}, [[["x"]]]]
