@@ -222,6 +222,33 @@ def _impossible(message: str, reasons: list[str], near: list[Layout]) -> Unsuppo
     )
 
 
+class Factors(NamedTuple):
+    """Every TP and every EP that is possible, ascending, and the most PP stages: each is possible with each."""
+
+    tp: list[int]
+    ep: list[int]
+    max_pp: int
+
+    @classmethod
+    def of(cls, config: K3Config, redundant: int = 0) -> Factors:
+        heads = config.num_heads if "mla" in config.layer_kinds else config.kda_num_heads
+        slots = max(1, config.num_experts + redundant)
+        return cls(
+            [n for n in divisors(heads) if not problems(config, Layout(tp=n))],
+            [n for n in divisors(slots) if not problems(config, Layout(ep=n), redundant)],
+            config.num_layers,
+        )
+
+    def layouts(self, gpus: int) -> list[Layout]:
+        """Every possible layout of exactly so many ranks."""
+        return [
+            Layout(tp, ep, gpus // (tp * ep))
+            for tp in self.tp
+            for ep in self.ep
+            if gpus % (tp * ep) == 0 and gpus // (tp * ep) <= self.max_pp
+        ]
+
+
 def candidates(
     config: K3Config,
     gpus: int,
@@ -239,9 +266,8 @@ def candidates(
     """
     found = [
         layout
-        for layout in _factorizations(gpus)
-        if (tp in (None, layout.tp) and ep in (None, layout.ep) and pp in (None, layout.pp))
-        and not problems(config, layout, redundant)
+        for layout in Factors.of(config, redundant).layouts(gpus)
+        if tp in (None, layout.tp) and ep in (None, layout.ep) and pp in (None, layout.pp)
     ]
     return sorted(found, key=lambda item: (tp_placement(item, node_gpus), item.pp, -item.tp))
 
@@ -310,28 +336,31 @@ def _none_possible(
 def _near_counts(config: K3Config, total: int, limit: int = 3) -> list[Layout]:
     """The preferred layout of each of the nearest numbers of GPUs that have one."""
     found: list[Layout] = []
-    step = 1
-    while len(found) < limit and step < total + 16:
-        for count in (total - step, total + step):
-            possible = candidates(config, count) if count >= 1 and len(found) < limit else []
-            found += possible[:1]
-        step += 1
+    factors = Factors.of(config)
+    for count in _around(total):
+        if len(found) == limit:
+            break
+        if factors.layouts(count):
+            found.append(candidates(config, count)[0])
     return found
+
+
+def _around(number: int) -> Iterator[int]:
+    """Its neighbours from 1 to MAX_RANKS, the nearest first."""
+    for step in range(1, number + 16):
+        yield from (near for near in (number - step, number + step) if 1 <= near <= MAX_RANKS)
 
 
 def nearest(config: K3Config, wanted: Layout, limit: int = 3) -> list[Layout]:
     """Possible layouts closest to `wanted`: with the same number of GPUs, else with the nearest numbers of GPUs."""
-    same = [item for item in _factorizations(wanted.ranks) if not problems(config, item)]
-    same.sort(key=lambda item: _distance(item, wanted))
-    found = same[:limit]
-    step = 1
-    while len(found) < limit and step < max(wanted.ranks, 16):
-        for ranks in (wanted.ranks - step, wanted.ranks + step):
-            if ranks >= 1 and len(found) < limit:
-                possible = [item for item in _factorizations(ranks) if not problems(config, item)]
-                if possible:
-                    found.append(min(possible, key=lambda item: _distance(item, wanted)))
-        step += 1
+    factors = Factors.of(config)
+    found = sorted(factors.layouts(wanted.ranks), key=lambda item: _distance(item, wanted))[:limit]
+    for ranks in _around(wanted.ranks):
+        if len(found) == limit:
+            break
+        possible = factors.layouts(ranks)
+        if possible:
+            found.append(min(possible, key=lambda item: _distance(item, wanted)))
     return found
 
 
@@ -346,14 +375,6 @@ def divisors(number: int) -> list[int]:
     """Ascending."""
     small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
-
-
-def _factorizations(ranks: int) -> Iterator[Layout]:
-    factors = divisors(ranks)
-    for tp in factors:
-        for ep in factors:
-            if ranks % (tp * ep) == 0:
-                yield Layout(tp, ep, ranks // (tp * ep))
 
 
 def _given(tp: int | None, ep: int | None, pp: int | None) -> str:

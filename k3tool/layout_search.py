@@ -14,7 +14,7 @@ from typing import Any
 from k3tool import layout as layouts
 from k3tool.cards import Card, fits_on
 from k3tool.errors import UnsupportedError, UsageError
-from k3tool.layout import Layout, candidates, choose, problems
+from k3tool.layout import Layout, candidates, choose
 from k3tool.sizing import Inventory, Workload, stage_memory
 from k3tool.units import format_bytes, plural
 
@@ -84,8 +84,7 @@ class Divisibility:
 def divisibility(inventory: Inventory) -> Divisibility:
     config = inventory.config
     heads = config.num_heads if "mla" in config.layer_kinds else config.kda_num_heads
-    tp = [n for n in layouts.divisors(heads) if not problems(config, Layout(tp=n))]
-    ep = [n for n in layouts.divisors(max(1, config.num_experts)) if not problems(config, Layout(ep=n))]
+    tp, ep, max_pp = layouts.Factors.of(config)
     reasons = [f"TP divides the {heads} attention heads"]
     group = layouts.expert_group_size(config)
     if config.moe_layers and group > 1:
@@ -98,7 +97,7 @@ def divisibility(inventory: Inventory) -> Divisibility:
         reasons.append(f"EP divides the {config.num_experts} experts")
     reasons.append(f"PP deals out {config.num_layers} layers")
     reasons.append(f"the vocabulary of {config.vocab_size} is padded with zero rows where TP does not divide it")
-    return Divisibility(tp, ep, config.num_layers, reasons)
+    return Divisibility(tp, ep, max_pp, reasons)
 
 
 class Finder:
@@ -193,7 +192,8 @@ class Finder:
                 hint="give more --gpu-memory, a shorter --context or fewer --sequences",
             )
         count = fewest.layout.ranks
-        said = f"{plural(count, 'GPU')} {'is' if count == 1 else 'are'} the fewest that hold it with {self.card} each"
+        copies = f" and {plural(self.redundant, 'redundant expert')}" if self.redundant else ""
+        said = f"{plural(count, 'GPU')} {'is' if count == 1 else 'are'} the fewest that hold it with {self.card} each{copies}"
         if even is None or even.layout.ranks == count:
             return fewest.layout, said
         node = f"in whole nodes of {self.node_gpus}"
@@ -215,10 +215,8 @@ class Finder:
         MAX_SEARCHED_GPUS is covered. With more EP a rank never holds more, so that for each TP and PP the smallest EP
         that fits is found by bisection."""
         config, best = self.inventory.config, MAX_SEARCHED_GPUS + 1
-        found = divisibility(self.inventory)
-        eps = [n for n in layouts.divisors(max(1, config.num_experts + self.redundant))
-               if not problems(config, Layout(ep=n), self.redundant)]  # fmt: skip
-        pairs = ((tp, pp) for tp in found.tp for pp in range(1, min(found.max_pp, MAX_SEARCHED_GPUS) + 1))
+        tps, eps, max_pp = layouts.Factors.of(config, self.redundant)
+        pairs = ((tp, pp) for tp in tps for pp in range(1, min(max_pp, MAX_SEARCHED_GPUS) + 1))
         for tp, pp in sorted(pairs, key=lambda pair: pair[0] * pair[1]):
             sizes = [Layout(tp, ep, pp) for ep in eps if tp * ep * pp < best and allowed(tp * ep * pp)]
             if sizes and self._holds(sizes[-1]):

@@ -166,6 +166,18 @@ def test_where_nothing_makes_the_number_the_reason_is_about_the_number(k3):
     assert caught.value.message.count("does not divide") == 1 and len(caught.value.details["reasons"]) == 5
 
 
+def test_the_factors_are_those_that_have_no_problem(k3):
+    """Against every product tried by itself; and what is near never lies beyond what can be asked for."""
+    for gpus in (1, 24, 72, 93, 96):
+        ways = [Layout(tp, ep, gpus // tp // ep) for tp in range(1, gpus + 1) for ep in range(1, gpus + 1)
+                if gpus % (tp * ep) == 0]  # fmt: skip
+        assert set(candidates(k3, gpus)) == {layout for layout in ways if not problems(k3, layout)}
+    with pytest.raises(UnsupportedError) as caught:
+        choose(k3, 99_999)
+    assert all(1 <= Layout(**near).ranks <= 100_000 for near in caught.value.details["nearest"])
+    assert len(caught.value.details["nearest"]) == 3
+
+
 @pytest.mark.parametrize(
     ("gpus", "node", "expected", "says"),
     [
