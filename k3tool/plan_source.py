@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from k3tool import release
+from k3tool.checkpoint.address import parse_repository
 from k3tool.checkpoint.header import Header
 from k3tool.checkpoint.index import INDEX_NAME, SINGLE_NAME
 from k3tool.checkpoint.reader import CONFIG_NAME, Checkpoint, read_header
@@ -49,7 +50,7 @@ def open_plan_source(text: str, progress: Progress = SILENT) -> PlanSource:
         hidden = path.exists()
         note = f"{text} here holds no {CONFIG_NAME}: the built-in release was taken; ./{text} names what is here"
         return _built_in([note] if hidden else [])
-    if _names_the_release(text) and not path.exists():
+    if not path.exists() and _names_the_release(text):
         return _built_in(["nothing was asked of the Hub: every known commit holds the same weights"])
     if path.is_file():
         return _of_file(path)
@@ -68,9 +69,11 @@ def _built_in(notes: list[str]) -> PlanSource:
 
 def _names_the_release(text: str) -> bool:
     """Its repository at no commit or a known one, where the Hub itself would be asked. A mirror may hold anything."""
-    repo, _, revision = text.removeprefix("hf://").partition("@")
+    found = parse_repository(text)
+    if found is None or found.repo != release.repo():
+        return False
     asked = (os.environ.get("HF_ENDPOINT") or _HUB).rstrip("/")
-    return repo == release.repo() and revision in ("", "main", *release.revisions()) and asked == _HUB
+    return found.revision in (None, "main", *release.revisions()) and asked == _HUB
 
 
 def _of_file(path: Path) -> PlanSource:

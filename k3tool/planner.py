@@ -105,6 +105,16 @@ class Deployment:
         return max_sequences(self.inventory, self.layout, self.workload.context, self.card, self.redundant)
 
     @cached_property
+    def conversions(self) -> list[tuple[str, str]]:
+        """(component, scheme) of what would be stored otherwise than the source stores it."""
+        planned = (("experts", "routed_experts", self.experts), ("latent", "latent", self.latent))
+        return [
+            (component, scheme)
+            for component, name, scheme in planned
+            if scheme != KEEP and self.inventory.storage(name) != self.stored.storage(name)
+        ]
+
+    @cached_property
     def effects(self) -> list[SchemeEffect]:
         """What each other scheme would change, the rest kept as the source stores it."""
         return list(_effects(self.stored, self.layout, self.workload, self.card, self.redundant))

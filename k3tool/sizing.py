@@ -101,6 +101,14 @@ class Inventory:
     def total_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
 
+    def storage(self, component: str) -> set[tuple[str, str, Kind]]:
+        """Module, part and kind of every tensor of a component: equal where it is stored alike."""
+        return {
+            (tensor.name.module, tensor.name.part, tensor.kind)
+            for tensor in self.tensors
+            if self._component(tensor.name) == component
+        }
+
     def with_schemes(self, experts: str = KEEP, latent: str = KEEP) -> Inventory:
         """The same checkpoint with routed experts or MoE latent projections stored under another scheme.
 

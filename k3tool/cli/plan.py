@@ -128,15 +128,8 @@ def _what_fits(plan: Deployment) -> str:
     if best is None:
         return "give more --gpu-memory, a shorter --context or fewer --sequences"
     card, load = plan.card, plan.workload
-    words: list[object] = [
-        "plan",
-        plan.source,
-        "--gpus",
-        best.layout.ranks,
-        "--gpu-memory",
-        card.name or card.memory_bytes,
-    ]
-    words += ["--context", load.context, "--sequences", load.sequences]
+    words: list[object] = ["plan", _named(plan.source), "--gpus", best.layout.ranks]
+    words += ["--gpu-memory", card.name or card.memory_bytes, "--context", load.context, "--sequences", load.sequences]
     for option, value, usual in (
         ("--margin", card.margin, None), ("--node-gpus", plan.node_gpus, 8), ("--experts", plan.experts, "keep"),
         ("--latent", plan.latent, "keep"), ("--redundant-experts", plan.redundant, 0),
@@ -148,12 +141,7 @@ def _what_fits(plan: Deployment) -> str:
 def _cut_it_so(plan: Deployment, readable: str) -> str:
     """The command that writes this layout. readable: the source that it reads, empty where there is nothing to read."""
     layout = plan.layout
-    changed = [
-        word
-        for option, scheme in (("--experts", plan.experts), ("--latent", plan.latent))
-        if scheme != "keep"
-        for word in (option, scheme)
-    ]
+    changed = [word for component, scheme in plan.conversions for word in (f"--{component}", scheme)]
     if plan.redundant:
         return "reshard writes no second copies of experts: serving engines place them when they load the checkpoint"
     if layout.ranks == 1 and not changed:
@@ -163,9 +151,9 @@ def _cut_it_so(plan: Deployment, readable: str) -> str:
     factors = ["--gpus", layout.ranks, "--tp", layout.tp, "--ep", layout.ep, "--pp", layout.pp]
     dest = _free_folder(readable, "-".join([*_factors(plan), *changed[1::2]]))
     if changed:
-        words = ["quantize", readable, dest, *changed, *(factors if layout.ranks > 1 else [])]
+        words = ["quantize", _named(readable), dest, *changed, *(factors if layout.ranks > 1 else [])]
     else:
-        words = ["reshard", readable, dest, *factors]
+        words = ["reshard", _named(readable), dest, *factors]
     return f"cut it so: {commands.command(*words)}"
 
 
@@ -174,12 +162,23 @@ def _factors(plan: Deployment) -> list[str]:
     return [f"{name}{number}" for name, number in factors if number > 1]
 
 
+def _named(source: str) -> str | Path:
+    """As a word of a command: a file or folder may begin with a dash."""
+    return Path(source) if os.path.lexists(source) else source
+
+
 def _free_folder(readable: str, suffix: str) -> Path:
-    """Beside a local source, else in this folder: a name that nothing has yet."""
+    """Beside a local source, else in this folder, also for a snapshot of the Hub's cache: a name that nothing has yet."""
+    from k3tool.checkpoint.address import parse_repository
+
     local = Path(readable).is_dir()
     named = Path(readable) if Path(readable).name not in ("", "..") else Path(readable).resolve()
-    name = named.name if local else readable.partition("@")[0].rpartition("/")[2]
+    repository = None if local else parse_repository(readable)
+    name = repository.repo.rpartition("/")[2] if repository else named.name
     beside = named.parent if local and os.access(named.parent, os.W_OK) else Path()
+    above = named.absolute().parent
+    if local and above.name == "snapshots" and above.parent.name.startswith("models--"):
+        name, beside = above.parent.name.rpartition("--")[2], Path()
     taken, number = beside / f"{name}-{suffix}", 1
     while os.path.lexists(taken):
         number += 1

@@ -87,6 +87,33 @@ def test_what_is_said_last_works_as_pasted(tmp_path: Path, capsys, monkeypatch):
     assert k3tool(capsys, "plan", ".", "--gpus", 1).err == ""  # nothing to cut
 
 
+def test_what_is_stored_so_already_is_no_conversion(cut: Path, capsys):
+    """The experts of the source are MXFP4, its latent projections are not."""
+    planned = ("plan", cut / "whole", "--experts", "mxfp4")
+    assert k3tool(capsys, *planned, "--gpus", 1).err == ""
+    assert pasted(k3tool(capsys, *planned, "--gpus", 2).err)[0] == "reshard"
+    words = pasted(k3tool(capsys, *planned, "--gpus", 2, "--latent", "mxfp4").err)
+    assert words[0] == "quantize" and "--latent" in words and "--experts" not in words
+
+
+def test_the_place_of_the_result_is_one_that_people_would_take(cut: Path, tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    copy_checkpoint(cut / "whole", tmp_path / "-odd")
+    words = pasted(k3tool(capsys, "plan", "--gpus", 2, "--", "-odd").err)
+    assert words[1:3] == ["./-odd", "./-odd-tp2"] and k3tool(capsys, *words).code == 0
+    # A snapshot of the Hub's cache has a commit for a name, and nothing is to be written beside it.
+    snapshot = tmp_path / "cache" / "models--some--model" / "snapshots" / ("a" * 40)
+    copy_checkpoint(cut / "whole", snapshot)
+    words = pasted(k3tool(capsys, "plan", snapshot, "--gpus", 2).err)
+    assert words[1:3] == [str(snapshot), "model-tp2"] and k3tool(capsys, *words).code == 0
+    with serve(cut / "whole", "some/where") as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+        for source in ("some/where", "hf://some/where@main", f"{hub.endpoint}/some/where/tree/main"):
+            words = pasted(k3tool(capsys, "plan", source, "--gpus", 2).err)
+            assert words[1:3] == [source, "where-tp2"]
+        assert k3tool(capsys, *words).code == 0
+
+
 def test_what_has_no_shards_here_is_named_by_its_repository(tmp_path: Path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(release.config_dict()))
@@ -174,7 +201,11 @@ def test_a_folder_does_not_hide_the_built_in_release(mini: Path, tmp_path: Path,
     assert planned("./k3") == (origin, [])
     # The release by its repository needs no Hub; another commit of it, or another Hub, is asked.
     monkeypatch.delenv("HF_ENDPOINT", raising=False)
-    for source in ("moonshotai/Kimi-K3", f"hf://moonshotai/Kimi-K3@{release.revisions()[0]}"):
+    for source in (
+        "moonshotai/Kimi-K3",
+        "https://huggingface.co/moonshotai/Kimi-K3/tree/main",
+        f"hf://moonshotai/Kimi-K3@{release.revisions()[0]}",
+    ):
         assert planned(source)[0] == "the built-in release"
     with serve(mini, "moonshotai/Kimi-K3") as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
