@@ -24,8 +24,9 @@ TIED: Owner = (-1, None)  # an embedding that the first and the last stage share
 # Files of ranks that are written together are one batch, and one batch is one worker's: small enough that all workers of
 # a machine, or all machines, find work, and that little is lost when they are stopped.
 SHARED_FILES = 16  # of each rank
-LEAST_SHARED_BYTES, MOST_SHARED_BYTES = 128 << 20, 16 << 30  # of a batch
-ENOUGH_BYTES = 1 << 30  # of one file, however many are written with it
+LEAST_SHARED_BYTES = 128 << 20  # of a file: each is synced
+MOST_SHARED_BYTES = 16 << 30  # of a batch, unless its files were smaller than ENOUGH_BYTES
+ENOUGH_BYTES = 1 << 30
 
 
 @dataclass
@@ -128,7 +129,7 @@ def _shared_bytes(held: Group, together: int) -> int:
     if together == 1:
         return size
     most = max(ENOUGH_BYTES, MOST_SHARED_BYTES // together)
-    return max(LEAST_SHARED_BYTES // together, min(-(-size // SHARED_FILES), most))
+    return max(LEAST_SHARED_BYTES, min(-(-size // SHARED_FILES), most))
 
 
 def _belongs(owner: Owner, stage: int, ep: int, layout: Layout) -> bool:
