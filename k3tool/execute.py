@@ -28,6 +28,7 @@ from k3tool.errors import CapacityError, K3Error, PartlyDone, UsageError, tell
 from k3tool.events import SILENT, Progress
 from k3tool.lockstep import limit
 from k3tool.memory import peak_bytes
+from k3tool.parts import Part, await_others, parts_left, shares
 from k3tool.plan import FileJob, Plan
 from k3tool.reclaim import Reclaimer
 from k3tool.units import format_bytes
@@ -38,21 +39,6 @@ SPARE_FILES = 64  # open beside those of the workers: the ledger, sockets, libra
 LEAST_BUFFER_BYTES = 256 << 10
 REMOTE_WINDOW_BYTES = 32 << 20
 INTERPRETER_BYTES = 64 << 20  # what Python and numpy themselves hold, where it cannot be measured
-
-
-@dataclass(frozen=True)
-class Part:
-    """Share `number` (from 0) of `count`: the processes of one job, each with another number, divide its files."""
-
-    number: int
-    count: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.number < self.count:
-            raise UsageError(f"part {self.number + 1} of {self.count} does not exist", hint="write --part 1/4 to 4/4")
-
-    def __str__(self) -> str:
-        return f"{self.number + 1}-of-{self.count}"
 
 
 @dataclass(frozen=True)
@@ -87,7 +73,8 @@ class Options:
 class Report:
     """files: every finished file of the job, manifest: of the manifest itself. share: the files of the plan that this
     process was to see to. kept: those that an earlier run had finished. notes: per file what `summarize` made.
-    complete: nothing of the job is missing. Bytes and seconds are of this run."""
+    complete: nothing of the job is missing. missing: its files that are; parts_left: the parts (from 1) that they belong
+    to. Bytes and seconds are of this run."""
 
     files: dict[str, FileRecord] = field(default_factory=dict)
     manifest: FileRecord | None = None
@@ -95,6 +82,8 @@ class Report:
     kept: list[str] = field(default_factory=list)
     notes: dict[str, Any] = field(default_factory=dict)
     complete: bool = False
+    missing: list[str] = field(default_factory=list)
+    parts_left: list[int] = field(default_factory=list)
     bytes_read: int = 0
     bytes_written: int = 0
     seconds: float = 0.0
@@ -103,6 +92,11 @@ class Report:
     @property
     def peak_memory_bytes(self) -> int:
         return peak_bytes()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether this process wrote what comes last: the index, the configuration, the manifest."""
+        return self.manifest is not None
 
     @property
     def written(self) -> list[str]:
@@ -127,6 +121,9 @@ def execute(
     closing: called once, with every finished file known, when the last job is done; not called while other parts of
         the job are still at work. manifest: JSON kept in the manifest beside the file digests.
 
+    A part that was asked for returns when its share is written, whether or not the job is complete by then; one that a
+    launcher started waits for the others as long as one of them is at work.
+
     Raises UsageError (2) for a DEST that holds something else, another unfinished job, or lies in the source;
     PartlyDone (3) where another process is at work; CheckpointMissing and CheckpointCorrupt (10, 11) for a source
     that is short or changes meanwhile; CapacityError (12) for disk or memory, before writing where it can be known.
@@ -149,6 +146,10 @@ def execute(
         except (K3Error, KeyboardInterrupt) as error:
             tell(error, run.so_far())
             raise
+    if not report.complete and options.part and options.part.by:
+        found = await_others(plan, wanted, dest)
+        if found is not None:
+            report.files, report.complete, report.missing, report.parts_left = found, True, [], []
     report.seconds = time.monotonic() - began
     return report
 
@@ -286,11 +287,8 @@ class _Run:
         left = [tuple(job for job in batch if job.path not in done) for batch in self._share()]
         return [batch for batch in left if batch]
 
-    def _share(self) -> list[tuple[FileJob, ...]]:
-        wanted = {job.path for job in self.wanted}
-        part = self.options.part or Part(0, 1)
-        kept = [tuple(job for job in batch if job.path in wanted) for batch in self.plan.batches()]
-        return [batch for batch in kept if batch][part.number :: part.count]
+    def _share(self) -> Sequence[tuple[FileJob, ...]]:
+        return (self.options.part or Part(0, 1)).of(shares(self.plan, self.wanted))
 
     def _work(
         self, batches: Sequence[tuple[FileJob, ...]], workers: int, buffer_bytes: int, task: str, report: Report
@@ -347,11 +345,14 @@ class _Run:
             self.earlier = self._earlier()
             report.files = self.done()
             report.notes = dict(self.ledger.notes)
-            missing = [job.path for job in self.wanted if job.path not in report.files]
-            report.complete = not missing
-            if missing:
-                if self.options.finalize or not self.options.part:
-                    self._refuse_to_close(missing)
+            report.missing = [job.path for job in self.wanted if job.path not in report.files]
+            report.complete = not report.missing
+            if report.missing:
+                part = self.options.part
+                if self.options.finalize or not part:
+                    self._refuse_to_close(report.missing)
+                else:
+                    report.parts_left = parts_left(shares(self.plan, self.wanted), part.count, report.missing)
                 return
             if self.options.reclaimer:
                 self.options.reclaimer.durable(report.files)
@@ -361,7 +362,7 @@ class _Run:
             manifest.extra.update(self.manifest, plan=self.plan.id)
             report.manifest = manifest.write(self.dest)
         if self.ledger.part:
-            self.ledger.complete_unless_shared()
+            self.ledger.complete_with_the_last()
         else:
             self.ledger.complete()
 

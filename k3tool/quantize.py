@@ -339,6 +339,8 @@ def carry_out(
         manifest={"quantization": job.change.policy.as_json()},
         revision=getattr(prepared.opened.source, "commit", None),
     )
+    if report.complete and not report.is_closed:  # another process wrote the report of all
+        earlier = quantize_report.earlier_rows(Path(dest), prepared.plan.id)
     result = QuantizeResult(job, report, _rows(report, earlier))
     if verify:
         result.readback = check_digests(Path(dest), report, options)

@@ -110,10 +110,10 @@ def verify_joined(form: Form, dest: Path) -> None:
 
 
 def check_digests(dest: Path, report: Report, options: Options) -> Readback:
-    """Every file of a finished job against the digest of what was written into it; of a job that other processes have
-    not finished the files of this one. Raises CheckFailed (1) naming those that differ."""
+    """Every file of a finished job against the digest of what was written into it; of a job that another process
+    finishes the files of this one. Raises CheckFailed (1) naming those that differ."""
     began = time.monotonic()
-    files = written_files(report) if report.complete else {name: report.files[name] for name in report.written}
+    files = written_files(report) if report.is_closed else {name: report.files[name] for name in report.written}
     readback = Readback()
     _check_files(readback, (), files, dest, options)
     readback.seconds = time.monotonic() - began

@@ -21,7 +21,7 @@ from k3tool.checkpoint.source import Source, open_source, opened_source
 from k3tool.checkpoint.table import TensorTable
 from k3tool.errors import CheckFailed, K3Error, UsageError
 from k3tool.events import SILENT
-from k3tool.execute import Options, Part, Report, SmallFile, execute, source_identity
+from k3tool.execute import Options, Report, SmallFile, execute, source_identity
 from k3tool.garbage import collector_paused
 from k3tool.layout import Layout, check, choose, expert_block, rank_folder, stages
 from k3tool.lockstep import reads_of
@@ -256,16 +256,16 @@ def _carry_out(prepared: Prepared, dest: Path, options: Options, verify: bool) -
 
 
 def read_back(prepared: Prepared, report: Report, dest: Path, options: Options) -> Readback:
-    """Read every byte that was written: of what was asked for where all of it is there, else of this process's share.
+    """Read every byte that was written: of all that was asked for where this process closed the job, else of its share.
     Raises what `k3tool.readback.verify_written` raises."""
     request, layout = prepared.request, prepared.layout
     own = set(report.written)
-    jobs = [job for job in prepared.wanted if report.complete or job.path in own]
+    jobs = [job for job in prepared.wanted if report.is_closed or job.path in own]
     folders = None if request.ranks is None else [rank_folder(rank, layout.ranks) for rank in request.ranks]
-    files = written_files(report, prepared.plan.jobs, folders) if report.complete else {}
+    files = written_files(report, prepared.plan.jobs, folders) if report.is_closed else {}
     by_rank = request.form == "ranks"
     readback = verify_written(prepared.resharder, jobs, dest, options, by_rank=by_rank, files=files)
-    if report.complete and request.ranks is None:
+    if report.is_closed and request.ranks is None:
         verify_joined(prepared.opened.form, dest)
     return readback
 
@@ -305,21 +305,6 @@ def _differing(prepared: Prepared, jobs: Sequence[FileJob], dest: Path, options:
         except K3Error:  # one that cannot be read
             found |= paths
     return found
-
-
-def part_of(text: str | None, environment: Mapping[str, str]) -> Part | None:
-    """The share of this process: `I/N` counted from 1, or what torchrun (RANK, WORLD_SIZE) or srun (SLURM_PROCID,
-    SLURM_NTASKS) say; None for a process alone. Raises UsageError."""
-    if text is not None:
-        number, slash, count = text.partition("/")
-        if not (slash and number.isascii() and number.isdigit() and count.isascii() and count.isdigit()):
-            raise UsageError(f"not a part: {text!r}", hint="write --part 1/4 to --part 4/4")
-        return Part(int(number) - 1, int(count)) if int(count) != 1 or number != "1" else None
-    for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
-        number, count = environment.get(rank, ""), environment.get(size, "")
-        if number.isdigit() and count.isdigit() and int(count) > 1:
-            return Part(int(number), int(count))
-    return None
 
 
 def _command(request: Request, layout: Layout, opened: Opened, change: Change | None) -> str:

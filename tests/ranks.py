@@ -71,7 +71,7 @@ def started(
     for rank in range(count):
         world = {
             "RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", **environment,
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1", **environment,
         }  # fmt: skip
         for stream in ("out", "err"):
             (folder / f"{rank}.{stream}").touch()

@@ -32,9 +32,10 @@ from k3tool.errors import (
     PartlyDone,
     UsageError,
 )
-from k3tool.execute import Options, Part, SmallFile, allowance, execute
+from k3tool.execute import Options, SmallFile, allowance, execute
+from k3tool.parts import Part
 from k3tool.plan import Compute, Plan, TensorOut, carry, file_job, whole
-from k3tool.reshard import Request, carry_out, part_of, prepare, read_back, reshard
+from k3tool.reshard import Request, carry_out, prepare, read_back, reshard
 from k3tool.synthetic import tiny_config, write_checkpoint
 from k3tool.transform.base import Applied
 
@@ -397,18 +398,6 @@ def test_finalize_after_the_last_writer_died(source, unbroken, tmp_path, monkeyp
     done = reshard(source, dest, TP2, options=Options(finalize=True))
     assert done.report.complete and done.report.bytes_written == 0
     assert contents(dest) == contents(unbroken)
-
-
-def test_part_from_the_command_line_or_the_launcher():
-    assert part_of("2/4", {}) == Part(1, 4)
-    assert part_of("1/1", {"RANK": "3", "WORLD_SIZE": "4"}) is None
-    assert part_of(None, {"RANK": "3", "WORLD_SIZE": "4"}) == Part(3, 4)
-    assert part_of(None, {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}) == Part(0, 2)
-    assert part_of(None, {"RANK": "0", "WORLD_SIZE": "1"}) is None
-    assert part_of(None, {}) is None
-    for text in ("0/4", "5/4", "a/b", "3", "1/0"):
-        with pytest.raises(UsageError):
-            part_of(text, {})
 
 
 def test_ranks_one_by_one_make_the_whole(source, unbroken, tmp_path):

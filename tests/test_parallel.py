@@ -292,7 +292,8 @@ def test_a_wrong_number_of_processes_is_refused(
 ):
     monkeypatch.setattr("k3tool.parallel.world.GIVE_WAY_S", 0.0)
     monkeypatch.setattr("k3tool.parallel.link.joined", lambda *_, **__: pytest.fail("ranks were to meet"))
-    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", **environment}.items():
+    launch = {"TORCHELASTIC_RUN_ID": "none"} if environment else {}
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", **launch, **environment}.items():
         monkeypatch.setenv(name, value)
     if not environment:
         monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -302,6 +303,40 @@ def test_a_wrong_number_of_processes_is_refused(
     cause, remedy = ran.err.splitlines()
     assert cause.startswith("error: ") and says in cause
     assert remedy.startswith("hint: ") and hint in remedy
+
+
+LEFT_OVER = [
+    {"RANK": "0", "WORLD_SIZE": "2"},
+    {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
+    {"RANK": "0", "WORLD_SIZE": "2", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"},
+    {"RANK": "", "WORLD_SIZE": "x"},
+]
+
+
+@pytest.mark.parametrize("environment", LEFT_OVER)
+def test_variables_that_were_left_over_make_no_ranks(
+    environment: dict[str, str], home: Path, capsys: Any, monkeypatch: Any
+):
+    """Of a notebook or a batch script: nobody else is there, so nobody is waited for."""
+    monkeypatch.setattr("k3tool.parallel.world.GIVE_WAY_S", 1e6)
+    monkeypatch.setattr("k3tool.parallel.link._meet", lambda *_: pytest.fail("ranks were to meet"))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    ran = k3tool(capsys, *run_arguments(home / name_of("released", Layout(tp=2)), "--json"))
+    said = [line for line in ran.err.splitlines() if "no launcher (torchrun) started this process with others" in line]
+    assert ran.code == 2 and "holds 2 ranks (TP2 x EP1 x PP1), and this is one process" in ran.err
+    assert len(said) == (environment["WORLD_SIZE"] == "2")
+    ran = k3tool(capsys, *run_arguments(home / "released", "--json", "--max-new-tokens", 1))
+    assert ran.code == 0 and ran.json["ok"]
+
+
+def test_the_variables_of_a_torchrun_that_is_gone_are_told_at_once(home: Path, capsys: Any, monkeypatch: Any):
+    launch = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "0", "WORLD_SIZE": "2",
+              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}  # fmt: skip
+    for name, value in launch.items():
+        monkeypatch.setenv(name, value)
+    ran = k3tool(capsys, *run_arguments(home / name_of("released", Layout(tp=2))))
+    assert ran.code == 2 and "left over from a launch that has ended" in ran.err and launch["MASTER_PORT"] in ran.err
 
 
 def test_other_ranks_leave_the_word_to_the_first(home: Path, tmp_path: Path):

@@ -21,18 +21,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from k3tool.checkpoint.locks import HELD_SUFFIX, boot_id, is_alone, lock, unlock
+from k3tool.checkpoint.locks import HELD_SUFFIX, boot_id, is_alone, is_held, lock, unlock
 from k3tool.checkpoint.manifest import FileRecord
 from k3tool.checkpoint.outside import Fields, corrupt, parse_lines, parse_object, read_file
 from k3tool.checkpoint.writer import fsync_folder, sync_file, write_atomic
 from k3tool.disk import disk_errors, make_folder, refusal
-from k3tool.errors import CheckpointCorrupt, PartlyDone, UsageError
+from k3tool.errors import CheckpointCorrupt, K3Error, PartlyDone, UsageError
 
 LEDGER_FOLDER = ".k3tool"
 MAX_JOB_BYTES = 16 << 20
 MAX_JOURNAL_BYTES = 512 << 20  # a line for each file, with what was measured of each of its tensors
 _unknown = corrupt("start over with --overwrite, or name another folder: nothing says whose work is unfinished here")
 SHARED_PATIENCE_S = 2.0
+WHOLE_NAME = "whole"  # nothing of the job is missing
 
 
 def job_id(description: Any) -> str:
@@ -45,6 +46,11 @@ def read_marks(folder: Path) -> dict[str, tuple[int, str]]:
     ledger = Ledger(folder, "", "")
     ledger.reload()
     return ledger.synced
+
+
+def is_at_work(folder: Path) -> bool:
+    """Whether another process holds the ledger of `folder` now."""
+    return is_held(folder / LEDGER_FOLDER / "lock")
 
 
 class Ledger:
@@ -234,10 +240,17 @@ class Ledger:
                     raise
         fsync_folder(self.folder)
 
-    def complete_unless_shared(self) -> None:
-        """This process's part is whole: the ledger goes, unless another process of the same job is still at work."""
-        if self._locks[0].is_alone():
-            self.complete()
+    def complete_with_the_last(self) -> None:
+        """The job is whole: the ledger goes when the last of the processes that share it leaves."""
+        with disk_errors(self.state / WHOLE_NAME, "write"):
+            (self.state / WHOLE_NAME).touch()
+
+    def _leave(self) -> None:
+        """One after the other, so that the last one knows that it is: nobody else shares the lock then."""
+        with self._locked(self.state / "closing.lock", wait=True):
+            if (self.state / WHOLE_NAME).exists() and self._locks[0].is_alone():
+                self.complete()
+            self._release()
 
     def _release(self) -> None:
         for taken in reversed(self._locks):
@@ -249,7 +262,13 @@ class Ledger:
     ) -> None:
         with contextlib.suppress(OSError):  # what counts of it is durable
             self._journal.close()
-        self._release()
+        try:
+            if self.part:
+                self._leave()
+        except (OSError, K3Error):
+            pass  # what the job has done stands, and the next run of it clears up
+        finally:
+            self._release()
 
 
 class _Lock:

@@ -64,6 +64,23 @@ def unlock(held: Path | None) -> None:
             held.unlink()
 
 
+def is_held(path: Path) -> bool:
+    """Whether another process holds a lock on `path`, shared or not. Nothing is waited for, and nothing stays."""
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        unlock(lock(descriptor, path))
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
 def is_alone(descriptor: int, path: Path, held: Path | None) -> bool:
     """Whether no other process shares the lock; then it is exclusive from here on."""
     if held is not None:

@@ -79,7 +79,7 @@ def _run(arguments: list[str]) -> int:
         from k3tool.cli.registry import ABORT, PARSER_ERROR, app
 
         parser_error, abort = (PARSER_ERROR,), (ABORT,)
-        result = app(args=arguments, prog_name="k3tool", standalone_mode=False)
+        result = app(args=list(arguments), prog_name="k3tool", standalone_mode=False, obj=arguments)
         if result == EXIT_INTERRUPTED:  # Typer answers an interrupt itself
             return _fail(arguments, _interrupted(arguments))
         if sys.stdout is not None:
@@ -117,7 +117,9 @@ def _interrupted(arguments: list[str], number: int | None = None) -> Interrupted
 
 def _last_words(arguments: list[str], number: int) -> None:
     """What is told by a process that cannot end in good order. Of ranks that run together rank 0 speaks."""
-    if os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0":
+    from k3tool.launch import is_first
+
+    if _command_of(arguments) != "run" or is_first(os.environ):
         print_failure(_command_of(arguments), _interrupted(arguments, number), as_json="--json" in arguments)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +21,7 @@ from k3tool.cli.options import (
     check_output_file,
 )
 from k3tool.cli.output import Output, clean, table
+from k3tool.cli.parts import PART_HELP, check_whole, share_of
 from k3tool.errors import UsageError
 from k3tool.units import format_bytes, format_duration, parse_ranges, parse_size, plural
 
@@ -33,6 +35,7 @@ Scheme = "SCHEME"
 
 
 def command(
+    context: typer.Context,
     source: SourceArgument,
     dest: DestArgument,
     experts: Annotated[str | None, typer.Option("--experts", metavar=Scheme, help="Routed experts: keep, bf16, mxfp4, nvfp4, nvfp4-modelopt, fp8-block, fp8-channel, int8, int4, nf4, fp4.")] = None,
@@ -58,7 +61,7 @@ def command(
     rank: Annotated[str | None, typer.Option("--rank", metavar="SPEC", help="Only these ranks, such as 0-3,7.")] = None,
     max_shard_size: Annotated[str | None, typer.Option("--max-shard-size", metavar="SIZE", help="Largest output file (5GB; 20GB with --format gguf).")] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Read every written file back and compare its digest.")] = False,
-    part: Annotated[str | None, typer.Option("--part", metavar="I/N", help="Do the I-th of N shares of the files; the last one to finish writes the index.")] = None,
+    part: Annotated[str | None, typer.Option("--part", metavar="I/N", help=PART_HELP)] = None,
     finalize: Annotated[bool, typer.Option("--finalize", help="Write no shard: only the index and configuration, if every file is there.")] = False,
     dry_run: DryRunOption = False,
     overwrite: OverwriteOption = False,
@@ -73,17 +76,17 @@ def command(
     router, vision, convolutions and attention residuals are touched only by a rule of a recipe.
     """
     from k3tool.execute import Options
-    from k3tool.reshard import part_of
 
     _check_device(device)
     if report is not None:
         check_output_file(report)
     with Output("quantize", json=json, quiet=quiet) as output:
+        share = None if dry_run else share_of(part, finalize, output)
         options = Options(
             max_workers=max_workers,
             max_memory=parse_size(max_memory) if max_memory else None,
             overwrite=overwrite,
-            part=None if finalize else part_of(part, os.environ),
+            part=share,
             finalize=finalize,
             progress=output.progress,
         )
@@ -102,7 +105,7 @@ def command(
 
             size = parse_size(max_shard_size) if max_shard_size else DEFAULT_FILE_BYTES
             asked = GgufOptions(trunk or "bf16", experts or "keep", size, vocabulary or "auto", exact=exact)
-            _gguf(output, source, dest, asked, dry_run, verify, options)
+            _gguf(output, source, dest, asked, dry_run, verify, options, context.obj)
             return
         if output_format != "safetensors":
             raise UsageError(f"unknown format {output_format!r}", hint="write --format safetensors or --format gguf")
@@ -135,9 +138,12 @@ def command(
                 output.result(document, essential=document["plan"], human=lambda c: _show_plan(c, document))
                 return
             done = carry_out(job, dest, max_rel_error=max_rel_error, verify=verify, options=options)
+        document = done.as_json()
+        human = partial(_show, document=document, dest=dest)
+        check_whole(output, done.report, share, document, human, dest=dest, arguments=context.obj)
         if report is not None:
             done.write_html(report)
-        output.result(done.as_json(), essential=dest, human=lambda console: _show(console, done.as_json(), dest))
+        output.result(document, essential=dest, human=human)
 
 
 def _check_device(device: str) -> None:
@@ -152,7 +158,14 @@ def _refuse(named: dict[str, Any], what: str, hint: str) -> None:
 
 
 def _gguf(
-    output: Output, source: str, dest: str, wanted: GgufOptions, dry_run: bool, verify: bool, options: Options
+    output: Output,
+    source: str,
+    dest: str,
+    wanted: GgufOptions,
+    dry_run: bool,
+    verify: bool,
+    options: Options,
+    arguments: Sequence[str],
 ) -> None:
     from k3tool.gguf.write import GgufResult, carry_out, prepare
 
@@ -163,8 +176,12 @@ def _gguf(
         document = GgufResult(prepared).as_json()
         output.result(document, essential=document["plan"], human=lambda c: _show_gguf_plan(c, document, dest))
         return
-    done = carry_out(prepared, dest, options=options, verify=verify).as_json()
-    output.result(done, essential=dest, human=lambda console: _show(console, done, dest))
+    done = carry_out(prepared, dest, options=options, verify=verify)
+    assert done.report is not None
+    document = done.as_json()
+    human = partial(_show, document=document, dest=dest)
+    check_whole(output, done.report, options.part, document, human, dest=dest, arguments=arguments)
+    output.result(document, essential=dest, human=human)
 
 
 def _show_plan(console: Console, document: dict[str, Any]) -> None:
@@ -244,5 +261,3 @@ def _show(console: Console, document: dict[str, Any], dest: str) -> None:
         console.print(f"verified: every byte of {plural(document['verified']['files'], 'file')}", markup=False)
     if "readers" in document:
         console.print(f"readable by: {document['readers']}", markup=False)
-    if not document["complete"]:
-        console.print("other parts are still to be written; the last one to finish writes the index", markup=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +19,7 @@ from k3tool.cli.options import (
     WorkersOption,
 )
 from k3tool.cli.output import Output, clean, table
+from k3tool.cli.parts import PART_HELP, check_whole, share_of
 from k3tool.units import format_bytes, format_duration, parse_ranges, parse_size, plural
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ Count = typer.Option(metavar="N", min=1)
 
 
 def command(
+    context: typer.Context,
     source: SourceArgument,
     dest: DestArgument,
     gpus: Annotated[int | None, typer.Option("--gpus", metavar="N", min=1, help="Ranks in all: TP x EP x PP.")] = None,
@@ -41,7 +43,7 @@ def command(
     rank: Annotated[str | None, typer.Option("--rank", metavar="SPEC", help="Only these ranks, such as 0-3,7.")] = None,
     max_shard_size: Annotated[str, typer.Option("--max-shard-size", metavar="SIZE", help="Largest output file.")] = "5GB",
     verify: Annotated[bool, typer.Option("--verify", help="Read back every byte of every file: tensors against the source's.")] = False,
-    part: Annotated[str | None, typer.Option("--part", metavar="I/N", help="Do the I-th of N shares of the files (from 1); the last one to finish writes the index. Taken from RANK and WORLD_SIZE, or SLURM_PROCID and SLURM_NTASKS, where they are set.")] = None,
+    part: Annotated[str | None, typer.Option("--part", metavar="I/N", help=PART_HELP)] = None,
     finalize: Annotated[bool, typer.Option("--finalize", help="Write no shard: only the index and configuration, if every file is there.")] = False,
     reclaim: Annotated[bool, typer.Option("--reclaim", help="DELETE the source along the way: free each source shard once its tensors are proven in DEST.")] = False,
     dry_run: DryRunOption = False,
@@ -58,7 +60,7 @@ def command(
     """
     from k3tool.checkpoint.source import opened_source
     from k3tool.execute import Options
-    from k3tool.reshard import Request, carry_out, part_of, prepare
+    from k3tool.reshard import Request, carry_out, prepare
 
     with Output("reshard", json=json, quiet=quiet) as output, opened_source(source) as opened:
         request = Request(
@@ -66,11 +68,11 @@ def command(
             parse_ranges(rank, what="ranks") if rank is not None else None,
             parse_size(max_shard_size),
         )  # fmt: skip
-        share = None if finalize else part_of(part, os.environ)
         prepared = prepare(opened, request, reclaim=reclaim, dest=dest, dry_run=dry_run)
         if dry_run:
             output.result(prepared.as_json(), essential=prepared.plan.id, human=lambda c: _show_plan(c, prepared))
             return
+        share = share_of(part, finalize, output)
         options = Options(
             max_workers=max_workers,
             max_memory=parse_size(max_memory) if max_memory else None,
@@ -79,10 +81,10 @@ def command(
             finalize=finalize,
             progress=output.progress,
         )
-        if share:
-            output.note(f"part {share.number + 1} of {share.count}")
         done = carry_out(prepared, Path(dest), options=options, verify=verify, reclaim=reclaim)
-        output.result(done.as_json(), essential=dest, human=lambda console: _show(console, done, dest))
+        human = partial(_show, done=done, dest=dest)
+        check_whole(output, done.report, share, done.as_json(), human, dest=dest, arguments=context.obj)
+        output.result(done.as_json(), essential=dest, human=human)
 
 
 def _show_plan(console: Console, prepared: Prepared) -> None:
@@ -112,8 +114,6 @@ def _show(console: Console, done: Resharded, dest: str) -> None:
             f"{plural(done.readback.files, 'file')} was read",
             markup=False,
         )
-    if not report.complete:
-        console.print("other parts are still to be written; the last one to finish writes the index", markup=False)
 
 
 def _show_ranks(console: Console, ranks: list[dict]) -> None:

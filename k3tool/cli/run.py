@@ -95,6 +95,7 @@ def command(
     A folder of ranks runs under torchrun, one process for each: `torchrun --nproc-per-node N -m k3tool run RANKS_DIR ...`.
     Rank 0 reads the prompt, writes the logits, and speaks for all.
     """
+    from k3tool.launch import left_over
     from k3tool.parallel.link import joined
     from k3tool.parallel.world import rank_folder_of, world_of
 
@@ -109,6 +110,11 @@ def command(
     _check_recording(save_activations, gram, world.size)
     printer = Printer()
     with Output("run", json=json, quiet=quiet or world.rank > 0) as output:
+        if left_over(os.environ) == "WORLD_SIZE":
+            output.note(
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but no launcher (torchrun) started this process with others: "
+                "it runs alone"
+            )
         rank_folder_of(folder, world)  # a wrong number of processes is known before anything slow is imported
         with joined(world, voice=_Voice(output, printer)) as link:
             if link.is_first:

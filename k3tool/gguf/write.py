@@ -22,7 +22,7 @@ from k3tool.checkpoint.table import TensorTable
 from k3tool.config import K3Config
 from k3tool.errors import UsageError
 from k3tool.events import SILENT, Progress
-from k3tool.execute import Options, Part, Report, SmallFile, execute, source_identity
+from k3tool.execute import Options, Report, SmallFile, execute, source_identity
 from k3tool.garbage import collector_paused
 from k3tool.gguf.container import TYPES, GgmlType, TensorInfo, Value, build_head, i32, u16
 from k3tool.gguf.mapping import GgufTensor, Types, gguf_tensors
@@ -30,6 +30,7 @@ from k3tool.gguf.metadata import check_supported, model_keys
 from k3tool.gguf.report import REPORT_NAME, Changes, components, earlier_report, merge, report_file, summarize
 from k3tool.gguf.vocabulary import chat_template, no_keys, number_keys, tokenizer_keys
 from k3tool.names import component_of, parse_name
+from k3tool.parts import Part
 from k3tool.plan import Copy, Plan, Step, TensorOut, Zeros, file_job, pack
 from k3tool.readback import Readback, check_digests
 from k3tool.tokenizer import find_tokenizer
@@ -235,6 +236,8 @@ def carry_out(prepared: Prepared, dest: str | Path, *, options: Options, verify:
     result.report = execute(plan, prepared.table, dest, closing=closing, options=options, revision=revision)
     if verify:
         result.readback = check_digests(dest, result.report, options)
+    if result.report.complete and not result.report.is_closed:  # another process wrote the report of all
+        result.changes = earlier_report(dest, plan.id)
     if not result.changes:
         result.changes = merge(result.report.notes.values())
     return result

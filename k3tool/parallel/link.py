@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from k3tool.errors import K3Error, RemoteError, UsageError
+from k3tool.events import aside
 from k3tool.parallel.failure import Failure, RankLost
 from k3tool.parallel.world import World
 
@@ -42,6 +44,8 @@ class Voice(Protocol):
 
 TIMEOUT_VARIABLE = "K3TOOL_RANK_TIMEOUT"
 TIMEOUT_S = 1800.0  # for other ranks to appear, to load their share, to answer
+NOTICE_S = 10.0  # of waiting for the others without a word
+CONNECT_S = 5.0
 POLL_S = 0.2
 GRACE_S = 3.0  # for the main thread to notice by itself that another rank failed
 TOLD_S = 10.0  # for rank 0 to say what happened
@@ -301,16 +305,39 @@ def joined(world: World, *, voice: Voice | None = None) -> Iterator[Link]:
 
 def _meet(world: World, voice: Voice | None) -> RankLink:
     timeout = timeout_of(os.environ.get(TIMEOUT_VARIABLE))
+    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    _refuse_ended_launch(os.environ, address)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store that ends with its rank is worth no stack traces
+    said = f"rank {world.rank} of {world.size} waits for the others at {address}, up to {timeout.total_seconds():g} s"
+    notice = threading.Timer(NOTICE_S, aside, (f"{said} ({TIMEOUT_VARIABLE})",))
+    notice.daemon = True
+    notice.start()
     try:
         from torch.distributed.rendezvous import rendezvous
 
         store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
         return RankLink(world, store, timeout, voice)
     except (RuntimeError, ValueError, OSError) as error:
-        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise RemoteError(
             f"rank {world.rank} of {world.size} did not meet the others at {address}: {str(error).splitlines()[0][:300]}",
             hint="every rank must be started within "
             f"{timeout.total_seconds():g} s and reach that address; torchrun sets all of it",
         ) from error
+    finally:
+        notice.cancel()
+
+
+def _refuse_ended_launch(environment: Mapping[str, str], address: str) -> None:
+    """Raises UsageError where torchrun itself was to listen for its ranks and is gone: its variables are left over."""
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    try:
+        host, _, port = address.rpartition(":")
+        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+    except ConnectionRefusedError:
+        raise UsageError(
+            f"RANK and WORLD_SIZE are left over from a launch that has ended: its torchrun no longer answers at {address}",
+            hint="start with torchrun, or unset TORCHELASTIC_RUN_ID and WORLD_SIZE",
+        ) from None
+    except (OSError, ValueError):
+        return  # the ranks try again, for as long as they may

@@ -11,6 +11,7 @@ from k3tool.checkpoint.origin import write_rank
 from k3tool.checkpoint.reader import Checkpoint
 from k3tool.checkpoint.source import LocalSource
 from k3tool.errors import CheckpointCorrupt, CheckpointMissing, UsageError
+from k3tool.launch import is_first, runs_ranks
 from k3tool.layout import Layout, Place, check, rank_folder, share_of
 from k3tool.transform.record import LayoutRecord, read_record
 from k3tool.transform.reshard import LAYOUT_NAME
@@ -29,11 +30,11 @@ class World(NamedTuple):
 
 
 def world_of(environment: Mapping[str, str]) -> World:
-    """What torchrun says in RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; one process where WORLD_SIZE is not set.
+    """What torchrun says in RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; one process where no launcher said it.
 
     Raises UsageError for numbers that are none and where something is missing.
     """
-    if environment.get("WORLD_SIZE", "1") == "1":
+    if not runs_ranks(environment):
         return World()
     missing = [name for name in _NEEDED if not environment.get(name)]
     if missing:
@@ -59,7 +60,7 @@ def give_way(environment: Mapping[str, str]) -> None:
 
     When rank 0 ends, torchrun ends the others. A rank that is still there afterwards failed alone, and must speak.
     """
-    if environment.get("WORLD_SIZE", "1") != "1" and environment.get("RANK", "0") != "0":
+    if not is_first(environment):
         time.sleep(GIVE_WAY_S)
 
 

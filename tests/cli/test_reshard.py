@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -145,7 +146,7 @@ def test_torchrun_like_processes_share_the_work(source, tmp_path):
                 "--max-shard-size",
                 "300kB",
             ],
-            env={**__import__("os").environ, "RANK": str(rank), "WORLD_SIZE": "2"},
+            env={**os.environ, "TORCHELASTIC_RUN_ID": "none", "RANK": str(rank), "WORLD_SIZE": "2"},
             stderr=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -154,7 +155,9 @@ def test_torchrun_like_processes_share_the_work(source, tmp_path):
     ]
     said = [process.communicate(timeout=300) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], said
-    assert {"part 1 of 2", "part 2 of 2"} <= {line for _, err in said for line in err.splitlines()}
+    assert {f"part {number} of 2, started by torchrun" for number in (1, 2)} <= {
+        line for _, err in said for line in err.splitlines()
+    }
     whole = k3tool_process("reshard", source, tmp_path / "whole", "--tp", 2, "--max-shard-size", "300kB")
     assert whole.code == 0
     for path in (tmp_path / "whole").rglob("*"):
@@ -166,7 +169,7 @@ def test_finalize(source, tmp_path, capsys):
     out = tmp_path / "out"
     options = ["--tp", 2, "--max-shard-size", "300kB"]
     ran = k3tool(capsys, "reshard", source, out, *options, "--part", "1/2", "--json")
-    assert ran.code == 0 and ran.json["complete"] is False
+    assert ran.code == 3 and ran.json["ok"] is ran.json["complete"] is False
     ran = k3tool(capsys, "reshard", source, out, *options, "--finalize")
     assert ran.code == 3 and "files are not written yet" in ran.err
     assert k3tool(capsys, "reshard", source, out, *options, "--part", "2/2", "--json").json["complete"] is True

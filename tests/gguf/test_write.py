@@ -21,11 +21,11 @@ from safetensors.torch import load_file
 from k3tool.checkpoint.manifest import load_manifest
 from k3tool.checkpoint.reader import Checkpoint
 from k3tool.errors import CapacityError, CheckFailed, CheckpointCorrupt, UnsupportedError, UsageError
-from k3tool.execute import Part
 from k3tool.gguf import write_gguf
 from k3tool.gguf.container import BF16
 from k3tool.gguf.write import GgufOptions, _file_stem, model_name, prepare
 from k3tool.hub import HubSource
+from k3tool.parts import Part
 from k3tool.standin import serve
 from k3tool.synthetic import tiny_config, write_checkpoint
 from tests.helpers import copy_checkpoint, k3tool, k3tool_process

@@ -214,7 +214,8 @@ def test_what_cannot_be_recorded_is_refused_at_once(
     monkeypatch.setattr(recording.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 100}))
     with pytest.raises(CapacityError, match="Gram matrices need"):
         Recorder(session, tmp_path)
-    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+    launch = {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "RANK": "0"}
+    for name, value in {**launch, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     ran = k3tool(capsys, *run, "--save-activations", tmp_path / "a.safetensors")
     assert ran.code == 14 and "recorded by one process" in ran.err and "run without torchrun" in ran.err
