@@ -152,10 +152,11 @@ def _of_ranks(checkpoint: Checkpoint, text: str) -> PlanSource:
 
 def _computed(config: K3Config, origin: str, readable: str) -> PlanSource:
     declared = Declared(config)
+    inventory = Inventory.from_config(config, declared)
     notes = list(dict.fromkeys(declared.open))
     if declared.leaves_others_open and not _is_release(config):
         notes.append("its quantization_config speaks of the routed experts alone; everything else is counted as plain")
-    return PlanSource(Inventory.from_config(config, declared), origin, notes, readable)
+    return PlanSource(inventory, origin, notes, readable)
 
 
 def _is_release(config: K3Config) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import NamedTuple
 
 from k3tool import formats
@@ -56,8 +57,8 @@ class Inventory:
 
     @classmethod
     def from_config(cls, config: K3Config, declared: Declared | None = None) -> Inventory:
-        """What the configuration implies; stored as its `quantization_config` declares. Raises UnsupportedError where
-        a declared scheme cannot hold a matrix."""
+        """What the configuration implies, stored as its `quantization_config` declares. What that leaves open, or
+        cannot be, stands in `declared.open` afterwards."""
         declared = Declared(config) if declared is None else declared
         alike: dict[tuple[str, bool], list[int]] = defaultdict(list)
         for layer, kind in enumerate(config.layer_kinds):
@@ -75,7 +76,7 @@ class Inventory:
         imply, and where the experts of one layer are stored differently, so that ranks would differ."""
         experts: dict[tuple[TensorName, Kind], int] = defaultdict(int)
         for text, kind in tensors:
-            name = parse_name(text)
+            name = parse_name(text) or _one_number(text, kind)
             if name is None or (name.layer is not None and name.layer >= config.num_layers):
                 raise _unexpected(text)
             experts[name if name.expert is None else name._replace(expert=0), kind] += 1
@@ -192,6 +193,13 @@ class Inventory:
         return rule
 
 
+def _one_number(text: str, kind: Kind) -> TensorName | None:
+    """A number beside a matrix that engines read, such as a scale of its inputs (`q_proj.input_scale`)."""
+    module, _, part = text.rpartition(".")
+    owner = parse_name(f"{module}.weight") if part.endswith("scale") and prod(kind.shape) == 1 else None
+    return None if owner is None else owner._replace(part=part)
+
+
 def _declared_tensors(config: K3Config, declared: Declared, section: int, layers: list[int]) -> Iterator[Stored]:
     """The tensors of a section of the catalogue, of all `layers` that are like it, stored as declared."""
     experts = expert_matrix_shapes(config)
@@ -218,18 +226,21 @@ def _declared_tensors(config: K3Config, declared: Declared, section: int, layers
                 yield Stored(first, kind, held)
                 continue
             number = config.num_experts if kind is None else 1
-            for part, (dtype, dims) in _parts(storage, shape, config.dtype, first).items():
+            for part, (dtype, dims) in _parts(declared, storage, shape, config.dtype, first).items():
                 yield Stored(first._replace(part=part), Kind(dtype, dims), held, number)
 
 
 def _parts(
-    storage: Storage | None, shape: tuple[int, ...], dtype: str, name: TensorName
+    declared: Declared, storage: Storage | None, shape: tuple[int, ...], dtype: str, name: TensorName
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
     if storage is None:
         return {"weight": (dtype, shape)}
     group_size = storage.group_size if storage.scheme in ("int4", "int8") else None
-    formats.check_shape(storage.scheme, shape, group_size=group_size, where=name.module_path)
-    return formats.stored_tensors(storage.scheme, shape, group_size=group_size, dtype=dtype)
+    try:
+        return formats.stored_tensors(storage.scheme, shape, group_size=group_size, dtype=dtype)
+    except UnsupportedError:
+        declared.cannot(storage, name.module)
+        return {"weight": (dtype, shape)}
 
 
 def _sections_beyond_layers(config: K3Config) -> range:

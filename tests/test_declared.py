@@ -82,21 +82,88 @@ def test_every_library_has_its_way_to_say_it(section: dict[str, Any], expert: St
 @pytest.mark.parametrize(
     ("section", "says"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "quant_method 'gptq'"),
+        ({"quant_method": "aqlm", "bits": 2}, "quant_method 'aqlm'"),
+        ({"quant_method": "gptq", "bits": 3}, "gptq of 3 bits"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "load_in_8bit"),
+        ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "int3"}}}, "a weight of Quark"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_use_double_quant": True}, "double"),
-        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ'"),
-        ({"quant_method": "fp8"}, "weight_block_size None"),
+        ({"quant_method": "modelopt", "quant_algo": "W2A8"}, "quant_algo 'W2A8'"),
         ({"config_groups": {"a": [1, 2]}}, "group 'a'"),
-        ({"config_groups": {"a": {"weights": {**FP8, "strategy": "tensor"}, "targets": ["Linear"]}}}, "group 'a'"),
-        ({"config_groups": {"a": {"weights": {"num_bits": 4, "type": "int", "strategy": "channel", "symmetric": False}}}},
-         "group 'a'"),
+        ({"config_groups": {"a": {"weights": {"num_bits": 3, "type": "int"}, "targets": ["Linear"]}}}, "group 'a'"),
         ({"config_groups": {"a": None}}, "group 'a'"),
         ({"format": "mxfp4-pack-quantized", "ignore": ["re:(", None]}, "pattern 're:('"),
     ],
 )  # fmt: skip
 def test_what_is_not_understood_is_told(section: dict[str, Any], says: str):
     assert says in declared(section).open[0]
+
+
+@pytest.mark.parametrize(
+    ("section", "expert", "query"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, Storage("int4", 128), Storage("int4", 128)),
+        ({"quant_method": "awq", "w_bit": 8, "q_group_size": -1, "modules_to_not_convert": ["self_attn"]},
+         Storage("int8"), None),
+        ({"quant_method": "fp8"}, Storage("fp8-channel"), Storage("fp8-channel")),
+        ({"quant_method": "fp8", "weight_block_size": [1, 128]}, Storage("fp8-block"), Storage("fp8-block")),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, Storage("int8"), Storage("int8")),
+        ({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, Storage("mxfp4"), None),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ", "exclude_modules": ["*self_attn*"]},
+         Storage("int4", 128), None),
+        ({"quant_method": "modelopt", "config_groups": {"group_0": {
+            "weights": {"num_bits": 4, "type": "float", "group_size": 16}, "targets": ["Linear"]}},
+          "ignore": ["*self_attn*", "*.gate"]}, Storage("nvfp4"), Storage("nvfp4")),
+        ({"quant_method": "quark", "exclude": ["re:.*self_attn.*"],
+          "global_quant_config": {"weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32}}},
+         Storage("mxfp4"), None),
+        ({"quant_method": "quark", "global_quant_config": {"weight": [{"dtype": "fp8_e4m3", "qscheme": "per_tensor"}]},
+          "layer_quant_config": {"*.q_proj": {"weight": {"dtype": "int4", "qscheme": "per_group", "group_size": 64}}}},
+         Storage("fp8-channel"), Storage("int4", 64)),
+        ({"config_groups": {"a": {"weights": {**FP8, "strategy": "tensor"}, "targets": ["Linear"]}}, "ignore": ["gate"]},
+         Storage("fp8-channel"), Storage("fp8-channel")),
+        ({"config_groups": {"a": {"weights": {"num_bits": 8, "type": "int", "strategy": "channel"},
+                                  "format": "int-quantized", "targets": ["Linear"]}}}, Storage("int8"), None),
+    ],
+    ids=lambda value: str(value.get("quant_method", "compressed-tensors")) if isinstance(value, dict) else None,
+)  # fmt: skip
+def test_what_k3tool_does_not_write_is_counted_by_its_bits_and_that_is_told(
+    section: dict[str, Any], expert: Storage, query: Storage | None
+):
+    found = declared(section)
+    assert stored(found, EXPERT) == expert and stored(found, QUERY) == query and stored(found, ROUTER) is None
+    assert found.open and all("is counted as" in line and "scales may differ" in line for line in found.open)
+
+
+def test_layers_that_are_listed_one_by_one_are_looked_up():
+    """As ModelOpt writes mixed precision: a name for each module, or for all below it; half a million of them at once."""
+    experts = {
+        f"model.layers.1.mlp.experts.{expert}.{matrix}": {"quant_algo": "NVFP4", "group_size": 16}
+        for expert in range(100_000)
+        for matrix in ("w1", "w2", "w3")
+    }
+    section = {
+        "quant_method": "modelopt_mixed",
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": {**experts, "language_model.model.layers.1.self_attn": {"quant_algo": "FP8"},
+                             "lm_head": {"quant_algo": "W2"}},
+    }  # fmt: skip
+    found = declared(section)
+    assert stored(found, EXPERT) == Storage("nvfp4-modelopt") and stored(found, QUERY) == Storage("fp8-channel")
+    assert stored(found, EXPERT, 2) is stored(found, SHARED) is None
+    assert ["FP8" in found.open[0], "W2" in found.open[1]] == [True, True] and len(found.open) == 2
+
+
+def test_long_lists_of_words_are_all_heeded():
+    layers = [f"model.layers.{layer}.self_attn.q_proj" for layer in range(5000)]
+    for section in (
+        {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": layers},
+        {"format": "nvfp4-pack-quantized", "ignore": [*layers, "re:.*gate$"]},
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": layers},
+    ):
+        found = declared(section)
+        assert not found.open and stored(found, QUERY, 2) is None and stored(found, EXPERT) is not None
+    found = declared({"format": "nvfp4-pack-quantized", "ignore": [f"re:.*{n}$" for n in range(5000)]})
+    assert 1 <= len(found.open) <= 20
 
 
 def test_what_one_section_cannot_say_stands_beside_it():

@@ -16,6 +16,7 @@ from k3tool.catalog import DTYPE_BITS, catalog, count
 from k3tool.checkpoint.reader import Checkpoint
 from k3tool.checkpoint.table import Kind, TensorTable
 from k3tool.config import K3Config
+from k3tool.declared import Declared
 from k3tool.errors import CheckpointCorrupt, UnsupportedError, UsageError
 from k3tool.layout import Layout, candidates, problems, stages
 from k3tool.layout_search import Finder, divisibility, max_sequences
@@ -412,6 +413,56 @@ def test_divisibility(k3: Inventory):
     with pytest.raises(UnsupportedError) as caught:
         plan_deployment(k3, source="k3", gpus=5, tp=5)
     assert "TP 5 does not divide" in caught.value.message and "possible:" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("section", "terabytes"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "modules_to_not_convert": ["self_attn", "vision_tower"]}, 1.5),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["self_attn"]}, 2.85),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, 1.56),
+        ({"format": "pack-quantized", "config_groups": {"group_0": {
+            "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}, "targets": ["Linear"]}}}, 1.65),
+        ({"quant_method": "aqlm"}, 5.56),
+    ],
+    ids=["gptq", "fp8", "nf4", "int4", "unknown"],
+)  # fmt: skip
+def test_a_bare_configuration_is_counted_by_what_it_declares(section: dict[str, Any], terabytes: float):
+    document = release.config_dict()
+    document["text_config"]["quantization_config"] = section
+    config = K3Config.from_dict(document)
+    declared = Declared(config)
+    assert Inventory.from_config(config, declared).total_bytes == pytest.approx(terabytes * 1e12, rel=0.02)
+    assert bool(declared.open) == (section.get("quant_method") in ("gptq", "aqlm"))
+
+
+def test_a_storage_that_cannot_hold_a_matrix_is_told():
+    document = tiny_config()
+    document["text_config"]["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 4096}
+    config = K3Config.from_dict(document)
+    declared = Declared(config)
+    plain = sum(tensor.nbytes for tensor in Inventory.from_config(config, declared).tensors)
+    assert any(
+        "int4 cannot hold block_sparse_moe.experts.w1, which is counted as plain" in line for line in declared.open
+    )
+    document["text_config"].pop("quantization_config")
+    assert Inventory.from_config(K3Config.from_dict(document)).total_bytes == plain
+
+
+def test_numbers_beside_a_matrix_are_counted_and_other_names_are_not(mini: Path):
+    checkpoint = Checkpoint.open(mini)
+    items = dict(TensorTable.of(checkpoint).items())
+    bare = Inventory.from_tensors(checkpoint.config, items.items()).total_bytes
+    scales = {
+        f"{name.removesuffix('.weight_packed')}.input_scale": Kind("F32", (1,)) for name in items if "_packed" in name
+    }
+    scaled = Inventory.from_tensors(checkpoint.config, {**items, **scales}.items())
+    assert scales and scaled.total_bytes == bare + 4 * len(scales)
+    assert sum(scaled.weights(Layout(ep=2))[0].values()) > 0
+    for name, kind in (("input_scale", Kind("F32", (2,))), ("secret", Kind("F32", ()))):
+        odd = {**items, f"language_model.model.layers.1.self_attn.o_proj.{name}": kind}
+        with pytest.raises(CheckpointCorrupt, match=name):
+            Inventory.from_tensors(checkpoint.config, odd.items())
 
 
 def test_replicated_bytes(k3: Inventory):
