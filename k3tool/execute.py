@@ -24,7 +24,7 @@ from k3tool.checkpoint.table import Tensors
 from k3tool.checkpoint.writer import AtomicFile
 from k3tool.destination import check_space, clear, guard
 from k3tool.disk import make_folder
-from k3tool.errors import CapacityError, K3Error, PartlyDone, UsageError, tell
+from k3tool.errors import CapacityError, CheckFailed, K3Error, PartlyDone, UsageError, tell
 from k3tool.events import SILENT, Progress
 from k3tool.lockstep import limit
 from k3tool.memory import peak_bytes
@@ -145,6 +145,8 @@ def execute(
             run.close(report, closing)
         except (K3Error, KeyboardInterrupt) as error:
             tell(error, run.so_far())
+            if isinstance(error, CheckFailed) and run.was_finished():
+                ledger.abandon()
             raise
     if not report.complete and options.part and options.part.by:
         found = await_others(plan, wanted, dest)
@@ -244,6 +246,10 @@ class _Run:
             "bytes_read": self.report.bytes_read,
             "bytes_written": self.report.bytes_written,
         }
+
+    def was_finished(self) -> bool:
+        """An earlier command has finished all of this, and this one has written no file of the plan."""
+        return not self.ledger.part and not self.ledger.done and all(job.path in self.earlier for job in self.wanted)
 
     def _earlier(self) -> dict[str, FileRecord]:
         """Files of the same job that a completed command left here (other ranks, or this very command)."""

@@ -7,6 +7,7 @@ index and the configuration are written, so that a broken bound leaves no checkp
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from k3tool.activations import Activations
+from k3tool.checkpoint.origin import names_of
 from k3tool.checkpoint.reader import CONFIG_NAME
 from k3tool.checkpoint.source import Source, open_source
 from k3tool.checkpoint.writer import write_atomic
 from k3tool.config import K3Config
+from k3tool.disk import make_folder
 from k3tool.errors import CheckFailed, UsageError
 from k3tool.events import SILENT, Progress
 from k3tool.execute import Options, Report, SmallFile, execute
@@ -31,10 +34,10 @@ from k3tool.transform.forms import Opened
 from k3tool.transform.quantize import QuantizedForm, QuantizingResharder
 from k3tool.transform.quantize_card import CARD_NAME, MAX_CARD_BYTES, SOURCE_CARD_NAME, model_card
 from k3tool.transform.quantize_config import Section
-from k3tool.transform.quantize_html import html_page
+from k3tool.transform.quantize_html import html_page, name_inside
 from k3tool.transform.quantize_policy import COMPONENTS, Policy, make_policy
 from k3tool.transform.quantize_report import REPORT_NAME, Row
-from k3tool.transform.quantize_warnings import harmful, idle
+from k3tool.transform.quantize_warnings import crossing, harmful, idle
 from k3tool.transform.reshard import Form, Resharder
 from k3tool.transform.split import Splitter
 from k3tool.units import format_bytes
@@ -95,7 +98,7 @@ class Change:
 
     def form(self, opened: Opened) -> Form:
         quantized = QuantizedForm(opened.form, opened.splitter, self.policy)
-        self._check_rules(quantized)
+        self._check_rules(quantized, opened.source.label)
         if self.activations is not None:
             quantized.check_activations(self.activations, calibrated=self.calibrated)
         self.section = quantize_config.section(quantize_config.summarize(quantized.items(), quantized.matrix_shape))
@@ -104,13 +107,13 @@ class Change:
         self.quantized = quantized
         return quantized
 
-    def _check_rules(self, quantized: QuantizedForm) -> None:
+    def _check_rules(self, quantized: QuantizedForm, label: str) -> None:
         for rule in self.policy.rules:
             names = (parse_name(text) for text, _ in quantized.inner.items())
             if not any(name is not None and rule.covers(name.module_path, name) for name in names):
                 raise UsageError(
                     f"rule {rule.match!r} of the recipe covers no module",
-                    hint="k3tool inspect --tensors shows the names; patterns after re: match from the start",
+                    hint=f"patterns after re: match from the start; {names_of(label, '*')}",
                 )
 
     def resharder(self, form: Form, splitter: Splitter, target: Layout) -> Resharder:
@@ -143,7 +146,7 @@ class PreparedQuantization:
         """What the user should know before: schemes that others found harmful, a result that no engine reads."""
         assert self.change.quantized is not None
         changing = self.change.quantized.changing
-        said = [*idle(self.change.policy, changing, self.bytes_out), *harmful(changing)]
+        said = [*idle(self.change.policy, changing, self.bytes_out), *harmful(changing), *crossing(changing)]
         assert self.change.section is not None
         if changing and self.bytes_out > self.change.bytes_in:
             said.append(
@@ -187,14 +190,15 @@ class QuantizeResult:
     def components(self) -> dict[str, dict[str, Any]]:
         return quantize_report.by_component(self.rows, self.job.change.untouched)
 
-    def write_html(self, path: str | Path) -> None:
+    def html(self) -> bytes:
         """The report as one page without references to anything outside it."""
-        write_atomic(
-            Path(path),
-            html_page(self.job.prepared.opened.source.label, self.as_json(), self.rows).encode(
-                errors="backslashreplace"
-            ),
-        )
+        page = html_page(self.job.prepared.opened.source.label, self.as_json(), self.rows)
+        return page.encode(errors="backslashreplace")
+
+    def write_html(self, path: str | Path) -> None:
+        """`html` as a file, in a folder that is made where there is none."""
+        make_folder(Path(path).parent)
+        write_atomic(Path(path), self.html())
 
     def as_json(self) -> dict[str, Any]:
         prepared = self.job.prepared
@@ -242,7 +246,7 @@ def prepare(
     if calibrated and activations is None:
         raise UsageError(
             "--calibrated needs to know what the latent projections are multiplied with",
-            hint="k3tool run DIR --prompt-file TEXT --save-activations FILE --gram, then add --activations FILE",
+            hint="record that by run with --save-activations FILE --gram, then add --activations FILE",
         )
     if calibrated and scales == "plain":
         raise UsageError("--calibrated starts from searched scales", hint="leave --scales plain out")
@@ -323,17 +327,40 @@ def carry_out(
     *,
     max_rel_error: float | None = None,
     verify: bool = False,
+    page: Path | None = None,
     options: Options,
 ) -> QuantizeResult:
-    """The second half of `quantize`, for those who looked at the plan first. verify: read every file back."""
+    """The second half of `quantize`, for those who looked at the plan first. verify: read every file back.
+
+    page: where the report is written as HTML, also where an error is beyond `max_rel_error`. In `dest` it is one of the
+    result's files, and its name must end with .html (UsageError)."""
     prepared = job.prepared
+    inside = name_inside(page, Path(dest))
+    began = time.monotonic()
+
+    def closing(report: Report) -> Iterator[SmallFile]:
+        report.seconds = time.monotonic() - began
+        result = QuantizeResult(job, report, _rows(report, earlier))
+        try:
+            _check(result.components, max_rel_error)
+        except CheckFailed:
+            if page is not None:
+                result.write_html(page)
+                options.progress.item(f"{page} shows the errors")
+            raise
+        for small in _closing(result):
+            if small.path != inside:
+                yield small
+            if small.path == REPORT_NAME and inside:
+                yield SmallFile(inside, result.html())
+
     wanted = {item.path for item in prepared.wanted}
     earlier = quantize_report.earlier_rows(Path(dest), prepared.plan.id)
     report = execute(
         prepared.plan,
         prepared.opened.form.tensors,
         Path(dest),
-        closing=lambda report: _closing(job, _rows(report, earlier), report, max_rel_error),
+        closing=closing,
         options=replace(options, summarize=list),
         only=None if prepared.request.ranks is None else lambda item: item.path in wanted,
         manifest={"quantization": job.change.policy.as_json()},
@@ -344,6 +371,8 @@ def carry_out(
     result = QuantizeResult(job, report, _rows(report, earlier))
     if verify:
         result.readback = check_digests(Path(dest), report, options)
+    if page is not None and not (inside and report.complete):
+        result.write_html(page)
     return result
 
 
@@ -354,12 +383,9 @@ def _rows(report: Report, earlier: list[Row]) -> list[Row]:
     return sorted(rows + [row for row in earlier if row.path not in known], key=lambda row: row.path)
 
 
-def _closing(
-    job: PreparedQuantization, rows: list[Row], report: Report, max_rel_error: float | None
-) -> Iterator[SmallFile]:
-    """The gate, then the report, further files of the section, what resharding closes with, the configuration last."""
-    components = quantize_report.by_component(rows, job.change.untouched)
-    _check(components, max_rel_error)
+def _closing(result: QuantizeResult) -> Iterator[SmallFile]:
+    """The report, further files of the section, what resharding closes with, the configuration last."""
+    job, rows, components = result.job, result.rows, result.components
     assert job.change.section is not None
     head = {
         "plan": job.prepared.plan.id,
@@ -379,7 +405,7 @@ def _closing(
     source_card = _source_card(job.prepared.opened.source)
     revision = getattr(job.prepared.opened.source, "commit", None)
     card = model_card(head, revision=revision, command=f"k3tool {job.prepared.plan.command}", source_card=source_card)
-    for small in closing_files(job.prepared, report):
+    for small in closing_files(job.prepared, result.report):
         if small.path == CARD_NAME:
             small = replace(small, path=SOURCE_CARD_NAME)
         if small.path == CONFIG_NAME:

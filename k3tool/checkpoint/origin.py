@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from k3tool.checkpoint.address import parse_repository
 from k3tool.checkpoint.content import HEAD_BYTES, Content, recognise
 from k3tool.checkpoint.outside import decode_json
 from k3tool.commands import command
@@ -115,6 +116,24 @@ def names_of(label: str, pattern: str = "") -> str:
     """The command that lists the tensors of a source."""
     source: str | Path = Path(label) if Path(label).is_dir() else label
     return f"see what it holds: {command('inspect', source, *(['--tensors', pattern] if pattern else []))}"
+
+
+def free_folder(source: str, suffix: str) -> Path:
+    """A place for what is made of a source: beside a local one, else in this folder, also for a snapshot of the Hub's cache;
+    under a name that nothing has yet."""
+    local = Path(source).is_dir()
+    named = Path(source) if Path(source).name not in ("", "..") else Path(source).resolve()
+    repository = None if local else parse_repository(source)
+    name = repository.repo.rpartition("/")[2] if repository else named.name
+    beside = named.parent if local and os.access(named.parent, os.W_OK) else Path()
+    above = named.absolute().parent
+    if local and above.name == "snapshots" and above.parent.name.startswith("models--"):
+        name, beside = above.parent.name.rpartition("--")[2], Path()
+    taken, number = beside / f"{name}-{suffix}", 1
+    while os.path.lexists(taken):
+        number += 1
+        taken = beside / f"{name}-{suffix}-{number}"
+    return taken
 
 
 def _content(where: str) -> Content | None:

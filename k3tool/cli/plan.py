@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from k3tool import commands
+from k3tool.checkpoint.origin import free_folder
 from k3tool.cli.options import IsPath, JsonOption, QuietOption, check_page
 from k3tool.cli.output import Output, clean, table
 from k3tool.units import format_bytes, plural
@@ -149,7 +150,7 @@ def _cut_it_so(plan: Deployment, readable: str) -> str:
     if not readable:
         return "reshard cuts it so when all of its shards are there"
     factors = ["--gpus", layout.ranks, "--tp", layout.tp, "--ep", layout.ep, "--pp", layout.pp]
-    dest = _free_folder(readable, "-".join([*_factors(plan), *changed[1::2]]))
+    dest = free_folder(readable, "-".join([*_factors(plan), *changed[1::2]]))
     if changed:
         words = ["quantize", _named(readable), dest, *changed, *(factors if layout.ranks > 1 else [])]
     else:
@@ -165,25 +166,6 @@ def _factors(plan: Deployment) -> list[str]:
 def _named(source: str) -> str | Path:
     """As a word of a command: a file or folder may begin with a dash."""
     return Path(source) if os.path.lexists(source) else source
-
-
-def _free_folder(readable: str, suffix: str) -> Path:
-    """Beside a local source, else in this folder, also for a snapshot of the Hub's cache: a name that nothing has yet."""
-    from k3tool.checkpoint.address import parse_repository
-
-    local = Path(readable).is_dir()
-    named = Path(readable) if Path(readable).name not in ("", "..") else Path(readable).resolve()
-    repository = None if local else parse_repository(readable)
-    name = repository.repo.rpartition("/")[2] if repository else named.name
-    beside = named.parent if local and os.access(named.parent, os.W_OK) else Path()
-    above = named.absolute().parent
-    if local and above.name == "snapshots" and above.parent.name.startswith("models--"):
-        name, beside = above.parent.name.rpartition("--")[2], Path()
-    taken, number = beside / f"{name}-{suffix}", 1
-    while os.path.lexists(taken):
-        number += 1
-        taken = beside / f"{name}-{suffix}-{number}"
-    return taken
 
 
 def _show(console: Console, plan: Deployment, found: PlanSource) -> None:

@@ -18,7 +18,7 @@ from k3tool.cli.options import (
     QuietOption,
     SourceArgument,
     WorkersOption,
-    check_output_file,
+    check_page,
 )
 from k3tool.cli.output import Output, clean, table
 from k3tool.cli.parts import PART_HELP, check_whole, share_of
@@ -79,7 +79,7 @@ def command(
 
     _check_device(device)
     if report is not None:
-        check_output_file(report)
+        _check_page(report, Path(dest), overwrite=overwrite)
     with Output("quantize", json=json, quiet=quiet) as output:
         share = None if dry_run else share_of(part, finalize, output)
         options = Options(
@@ -137,13 +137,18 @@ def command(
                 document = job.as_json()
                 output.result(document, essential=document["plan"], human=lambda c: _show_plan(c, document))
                 return
-            done = carry_out(job, dest, max_rel_error=max_rel_error, verify=verify, options=options)
+            done = carry_out(job, dest, max_rel_error=max_rel_error, verify=verify, page=report, options=options)
         document = done.as_json()
         human = partial(_show, document=document, dest=dest)
         check_whole(output, done.report, share, document, human, dest=dest, arguments=context.obj)
-        if report is not None:
-            done.write_html(report)
         output.result(document, essential=dest, human=human)
+
+
+def _check_page(page: Path, dest: Path, *, overwrite: bool) -> None:
+    """Raises UsageError where the page cannot be written. In DEST it can, though that is made later."""
+    if dest.absolute() in page.absolute().parents and not page.absolute().parent.exists():
+        return
+    check_page(page, "quantize", overwrite=overwrite)
 
 
 def _check_device(device: str) -> None:

@@ -79,7 +79,7 @@ def detect(parts: Mapping[str, PartSpec], *, where: str = "module", shape: tuple
             )
         return scheme.name
     held = ", ".join(f"{part} {spec.dtype} {list(spec.shape)}" for part, spec in sorted(parts.items()))
-    raise UnsupportedError(f"{where}: no known storage scheme holds {held[:300]}", hint=f"k3tool reads {_names()}")
+    raise UnsupportedError(f"{where}: no known storage scheme holds {held[:300]}", hint=f"known schemes: {_names()}")
 
 
 def logical_shape(scheme: str, parts: Mapping[str, PartSpec]) -> tuple[int, ...] | None:
@@ -110,10 +110,15 @@ def check_shape(
     hint: str = "choose another scheme",
 ) -> None:
     """Raises UnsupportedError where `scheme` cannot hold a matrix of this shape, naming the dimension."""
-    module, options = _scheme(scheme)
-    problem = module.shape_problem(shape, group_size=group_size, **options)
+    problem = shape_problem(scheme, shape, group_size=group_size)
     if problem:
         raise UnsupportedError(f"{where}: {scheme} cannot hold {list(shape)}: {problem}", hint=hint)
+
+
+def shape_problem(scheme: str, shape: tuple[int, ...], *, group_size: int | None = None) -> str:
+    """Why `scheme` cannot hold a matrix of this shape, naming the dimension; empty where it can."""
+    module, options = _scheme(scheme)
+    return str(module.shape_problem(shape, group_size=group_size, **options))
 
 
 def dequantize(scheme: str, parts: Mapping[str, NDArray], shape: tuple[int, ...]) -> NDArray[np.float32]:

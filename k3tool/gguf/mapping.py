@@ -8,28 +8,34 @@ the job, and so does one that nothing here asks for.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
+from k3tool import formats
 from k3tool.catalog import count
+from k3tool.checkpoint.origin import free_folder, look
 from k3tool.checkpoint.table import Kind, TensorTable
+from k3tool.commands import command
 from k3tool.config import K3Config
-from k3tool.errors import CheckpointCorrupt, CheckpointMissing, UnsupportedError
+from k3tool.errors import CheckpointCorrupt, CheckpointMissing, K3Error, UnsupportedError
 from k3tool.gguf.container import BF16, F32, MXFP4, TYPES, GgmlType, TensorInfo
 from k3tool.names import component_of, parse_name
 from k3tool.plan import Compute, Copy, LazySteps, Region, Step, TensorOut
 from k3tool.transform.base import whole
 from k3tool.transform.gguf import MXFP4_SOURCE, DecayRate, Recode, Repack, ScoreVector, can_round
+from k3tool.transform.quantize_policy import component_of_module
 
+NATIVE = ("mxfp4", "bf16", "f16", "f32")
 PLAIN = ("BF16", "F16", "F32")
 BLOCK_VALUES = 1 << 18  # values of one step where a matrix is converted in blocks of rows
 WORKING_BYTES_PER_VALUE = 64  # float32 and float64 copies while a block is converted and measured
-_OTHER_PARTS = {
-    "weight": ("weight_packed", "weight.absmax", "weight_scale"),
-    "weight_packed": ("weight.absmax", "weight"),
-}
-"""What of a module tells that it is stored in another way, where a part of it is absent."""
+_STATES = tuple(f"weight.{part}" for part in ("absmax", "quant_map", "nested_absmax", "nested_quant_map"))
+_PARTS = ("weight", "weight_packed", "weight_scale", "weight_scale_2", "weight_global_scale", "weight_shape", *_STATES)
+_BNB = tuple(f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
+"""What the tensors of one matrix are called, in every scheme."""
 _EXPERT_MATRICES = (("gate", "w1"), ("down", "w2"), ("up", "w3"))
 
 
@@ -150,33 +156,66 @@ class _Mapping:
             raise self._absent(name)
         kind = self.table.kind(name)
         if kind.dtype not in dtypes:
-            raise UnsupportedError(
-                f"{name} is stored as {kind.dtype}; a GGUF trunk is made of {', '.join(dtypes)}",
-                hint="start from the released checkpoint",
+            raise self._other_storage(name) or UnsupportedError(
+                f"{name} is stored as {kind.dtype}; GGUF takes {', '.join(dtypes)} there",
+                hint=look(self.table.source.label),
                 tensor=name,
             )
         if kind.shape not in shapes:
             expected = " or ".join(str(list(shape)) for shape in shapes)
             raise CheckpointCorrupt(
                 f"{name} is {list(kind.shape)}, the configuration implies {expected}",
-                hint="fetch config.json and the shard again",
+                hint=f"check that config.json belongs to these shards; {look(self.table.source.label)}",
                 tensor=name,
             )
         self.used.add(name)
         return kind
 
     def _absent(self, name: str) -> Exception:
-        module, part = name.rsplit(".", 1)
-        for other in _OTHER_PARTS.get(part, ()):
-            if f"{module}.{other}" in self.table:
-                return UnsupportedError(
-                    f"{module} is stored as {other}: GGUF takes BF16, F16 and F32 weights, and MXFP4 experts",
-                    hint="start from the released checkpoint, or from a BF16 one",
-                    tensor=f"{module}.{other}",
-                )
-        return CheckpointMissing(
-            f"{self.table.source.label} holds no tensor {name}", hint="k3tool verify lists what is absent", tensor=name
+        label = self.table.source.label
+        return self._other_storage(name) or CheckpointMissing(
+            f"{label} holds no tensor {name}", hint=look(label), tensor=name
         )
+
+    def _other_storage(self, name: str) -> UnsupportedError | None:
+        """The refusal of a matrix that is stored in a scheme which GGUF does not take; None where it is not."""
+        module, part = name[: name.find(".weight")], name[name.find(".weight") + 1 :]
+        if part not in _PARTS:
+            return None
+        held = self._held(module)
+        scheme = ""
+        with suppress(K3Error):
+            scheme = formats.detect(held, where=module)
+        if not scheme and len(held) > 1:
+            scheme = " and ".join(held)
+        if not scheme or (scheme.upper() in PLAIN and ".experts." not in module):
+            return None
+        taken = "experts in MXFP4, BF16, F16 or F32, all alike" if ".experts." in module else "BF16, F16 or F32 there"
+        return UnsupportedError(
+            f"{module} is stored as {scheme}: GGUF takes {taken}", hint=self._decode_first(), tensor=name
+        )
+
+    def _held(self, module: str) -> dict[str, Kind]:
+        names = [part for part in (*_PARTS, *_BNB) if f"{module}.{part}" in self.table]
+        return {part: self.table.kind(f"{module}.{part}") for part in names}
+
+    def _decode_first(self) -> str:
+        """The command that makes a checkpoint which GGUF takes of this one, prose where options cannot say it."""
+        options: set[str | None] = set()
+        for text in self.table:
+            path = text[: text.find(".weight")]
+            if ".weight" not in text or (".experts." in path and ".experts.0." not in path):
+                continue
+            name = parse_name(f"{path}.weight")
+            with suppress(K3Error):
+                if name is not None and formats.detect(self._held(path), where=path) not in NATIVE:
+                    options.add(component_of_module(name))
+        if not options or None in options:
+            return "start from the released checkpoint, or from one in BF16"
+        words = [word for option in sorted(filter(None, options)) for word in (f"--{option}", "bf16")]
+        label = self.table.source.label
+        source = Path(label) if Path(label).is_dir() else label
+        return f"decode it first: {command('quantize', source, free_folder(label, 'bf16'), *words)}"
 
     def left_out(self) -> Iterator[str]:
         """Names of the source that the mapping did not ask for."""
@@ -189,7 +228,7 @@ class _Mapping:
             if component_of(parse_name(name)) != "vision":
                 raise UnsupportedError(
                     f"tensor {name} has no place in llama.cpp's architecture kimi-k3",
-                    hint="k3tool inspect lists what the configuration does not imply",
+                    hint=look(self.table.source.label),
                     tensor=name,
                 )
 

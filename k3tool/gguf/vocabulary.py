@@ -139,7 +139,7 @@ def _special_ids(config: K3Config) -> Iterator[tuple[str, Value]]:
         if not 0 <= token < config.vocab_size:
             raise CheckpointCorrupt(
                 f"config.json: the {role} token {token} is outside the vocabulary of {config.vocab_size}",
-                hint="fetch config.json again",
+                hint="config.json is wrong: its publisher has to mend it, or correct the number by hand",
             )
         yield f"tokenizer.ggml.{role}_token_id", u32(token)
     yield "tokenizer.ggml.add_bos_token", flag(False)

@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from k3tool.checkpoint.index import INDEX_NAME
+from k3tool.checkpoint.origin import free_folder
 from k3tool.checkpoint.reader import Checkpoint
 from k3tool.checkpoint.source import Source, open_source
 from k3tool.checkpoint.table import TensorTable
+from k3tool.commands import command
 from k3tool.config import K3Config
 from k3tool.errors import UsageError
 from k3tool.events import SILENT, Progress
@@ -195,7 +197,7 @@ def prepare(source: str | Path | Source, options: GgufOptions) -> Prepared:
         file_job(_file_name(stem, number, len(files)), FileSteps(held), metadata={}, head=head)
         for number, (held, head) in enumerate(zip(files, heads, strict=True))
     ]
-    command = f"quantize {checkpoint.source.label} --format gguf --trunk {options.trunk} --experts {options.experts}"
+    line = f"quantize {checkpoint.source.label} --format gguf --trunk {options.trunk} --experts {options.experts}"
     description = {
         "format": "gguf",
         "trunk": options.trunk,
@@ -204,7 +206,7 @@ def prepare(source: str | Path | Source, options: GgufOptions) -> Prepared:
         "heads": hashlib.sha256(b"".join(heads)).hexdigest(),
         **source_identity(checkpoint.source, table.digest()),
     }
-    plan = Plan(command, tuple(jobs), description)
+    plan = Plan(line, tuple(jobs), description)
     return Prepared(plan, table, tensors, files, warnings, _left_out(table, left))
 
 
@@ -245,10 +247,14 @@ def carry_out(prepared: Prepared, dest: str | Path, *, options: Options, verify:
 
 def _refuse_ranks(checkpoint: Checkpoint) -> None:
     """GGUF is made from whole tensors; what is cut for ranks must be joined first."""
-    if "k3tool" in checkpoint.config.raw or (LAYOUT_NAME in checkpoint.files and INDEX_NAME not in checkpoint.files):
+    label = checkpoint.source.label
+    one = "k3tool" in checkpoint.config.raw
+    if one or (LAYOUT_NAME in checkpoint.files and INDEX_NAME not in checkpoint.files):
+        folder = Path(label).resolve().parent if one and Path(label).is_dir() else label
+        source = Path(folder) if Path(folder).is_dir() else folder
+        whole = command("reshard", source, free_folder(str(folder), "joined"), "--gpus", 1, "--layout", "hf")
         raise UsageError(
-            f"{checkpoint.source.label} is cut for ranks, and GGUF is written from a whole checkpoint",
-            hint="join it first: k3tool reshard RANKS_DIR DIR --gpus 1 --layout hf",
+            f"{label} is cut for ranks, and GGUF is written from a whole checkpoint", hint=f"join it first: {whole}"
         )
 
 

@@ -25,7 +25,7 @@ from k3tool.names import TensorName, component_of, parse_name
 from k3tool.plan import FileJob, LazySteps
 from k3tool.transform.base import Compute, Region, Step, TensorOut
 from k3tool.transform.quantize_partners import Partners
-from k3tool.transform.quantize_policy import Choice, Policy
+from k3tool.transform.quantize_policy import FOUR_BIT, Choice, Policy, component_of_module
 from k3tool.transform.quantize_step import Convert, Converting, Input, KeepParts, PartCut, Work
 from k3tool.transform.reshard import Form, Resharder
 from k3tool.transform.split import Cut, Rule, Splitter, parsed, unit_of
@@ -52,6 +52,7 @@ class QuantizedForm:
         self.untouched: dict[str, int] = {}
         self.bytes_in = 0
         self._kinds: dict[Any, Converting] = {}
+        self._unfit: dict[tuple[Any, ...], tuple[str, str]] = {}
         self.matrix_shape = MatrixShapes(self.config)
         self._find()
 
@@ -89,6 +90,7 @@ class QuantizedForm:
                 self.changing[path] = converting
             elif _is_matrix(parts):
                 self.untouched[component] = self.untouched.get(component, 0) + 1
+        self._check_fit()
         if self.policy.rules:
             self._check_experts(modules)
 
@@ -119,8 +121,10 @@ class QuantizedForm:
                 hint=f"start from the release, leave the option out to keep {scheme}, or decode it with bf16 first",
             )
         rows, columns = formats.logical_shape(scheme, specs) or self._logical_shape(path)
-        exempt = f'keep it by a rule of a recipe: match = "re:.*\\\\.{path.rpartition(".")[2]}", scheme = "keep"'
-        formats.check_shape(choice.scheme, (rows, columns), group_size=choice.group_size, where=path, hint=exempt)
+        problem = formats.shape_problem(choice.scheme, (rows, columns), group_size=choice.group_size)
+        if problem:
+            self._unfit.setdefault((path.rpartition(".")[2], choice, rows, columns), (path, problem))
+            return None
         outputs = formats.stored_tensors(
             choice.scheme,
             (rows, columns),
@@ -130,11 +134,42 @@ class QuantizedForm:
         made = {part: Kind(dtype, size) for part, (dtype, size) in outputs.items()}
         return Converting(scheme, (rows, columns), tuple(sorted(specs.items())), choice, made)
 
+    def _check_fit(self) -> None:
+        """Raises UnsupportedError naming every kind of matrix whose shape its scheme cannot hold, and what can."""
+        if not self._unfit:
+            return
+        said: dict[Choice, str] = {}
+        for (matrix, choice, rows, columns), (path, problem) in self._unfit.items():
+            if choice in said:
+                said[choice] += f", nor {matrix} {[rows, columns]}"
+            else:
+                said[choice] = f"{path}: {choice.scheme} cannot hold {[rows, columns]}: {problem}"
+        raise UnsupportedError("; ".join(said.values()), hint=self._what_fits())
+
+    def _what_fits(self) -> str:
+        """The same choices with a scheme that holds these shapes: engines fuse matrices, so that all change together."""
+        instead: dict[str, str] = {}
+        for (_, choice, *_), (path, _) in self._unfit.items():
+            name = parse_name(f"{path}.weight")
+            ruled = name is None or self.policy.ruled(name) is not None
+            option = "the rule's scheme" if ruled or name is None else f"--{component_of_module(name)}"
+            shapes = [(rows, columns) for (_, other, rows, columns) in self._unfit if other == choice]
+            instead[option] = next(
+                scheme
+                for scheme in (*(("nvfp4",) if choice.scheme in FOUR_BIT else ()), "fp8-channel")
+                if not any(formats.shape_problem(scheme, shape) for shape in shapes)
+            )
+        chosen = " and ".join(f"{option} {scheme}" for option, scheme in instead.items())
+        return f"choose {chosen}, which holds every one of these"
+
     def _logical_shape(self, path: str) -> tuple[int, ...]:
         """[out, in] that the configuration implies, for storage that does not tell it (nf4, fp4)."""
         shape = self.matrix_shape(path)
         if shape is None:
-            raise CheckpointCorrupt(f"{path} is no module of this configuration", hint="k3tool inspect lists it")
+            raise CheckpointCorrupt(
+                f"{path} is no module of this configuration",
+                hint="check that config.json belongs to these shards: inspect lists what is unexpected",
+            )
         return shape
 
     def _check_experts(self, modules: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from k3tool.checkpoint.table import Kind
+from k3tool.errors import UnsupportedError
 from k3tool.names import parse_name
 
 SECTION = "k3tool_quantization"  # top-level key beside a configuration that cannot say everything
@@ -274,6 +275,12 @@ def _compressed_tensors(
 def _bitsandbytes(
     groups: Mapping[Storage, Mapping[str, set[int | None]]], summary: Summary
 ) -> tuple[dict[str, Any], dict[str, Any]]:
+    schemes = {storage.scheme: next(iter(modules)) for storage, modules in groups.items()}
+    if len(schemes) > 1:  # the configuration has one type, by which loaders read every module
+        raise UnsupportedError(
+            f"{schemes['nf4']} would be nf4 and {schemes['fp4']} fp4, and a bitsandbytes configuration names one of them",
+            hint="choose nf4 for all of them, or fp4",
+        )
     quantized = {word for modules in groups.values() for module in modules for word in module.split(".")}
     if "block_sparse_moe" in quantized:
         quantized.add("mlp")  # transformers' name of both
@@ -289,7 +296,7 @@ def _bitsandbytes(
         "_load_in_8bit": False,
         "bnb_4bit_compute_dtype": "bfloat16",
         "bnb_4bit_quant_storage": "uint8",
-        "bnb_4bit_quant_type": sorted(storage.scheme for storage in groups)[-1],
+        "bnb_4bit_quant_type": next(iter(schemes)),
         "bnb_4bit_use_double_quant": False,
         "llm_int8_enable_fp32_cpu_offload": False,
         "llm_int8_has_fp16_weight": False,

@@ -6,16 +6,20 @@ Everything is inside the page: no script, no font, no image from elsewhere. Numb
 from __future__ import annotations
 
 import math
+import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
+from k3tool.errors import UsageError
 from k3tool.formats.measure import Measured, total
 from k3tool.names import parse_name
 from k3tool.transform.quantize_report import Row
 from k3tool.units import format_bytes, format_duration
 
+MARK = '<meta name="generator" content="k3tool quantize">'  # a page with it may be replaced by a later one
 BINS = 32
 WORST_SHOWN = 25
 CELL, LEFT, TOP = 14, 300, 26
@@ -33,6 +37,7 @@ def html_page(source: str, document: Mapping[str, Any], rows: Sequence[Row]) -> 
     """document: `QuantizeResult.as_json()`. rows: one per converted module."""
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
+        MARK,
         f"<title>Quantization of {escape(source)}</title><style>{_STYLE}</style>",
         f"<h1>Quantization of {escape(source)}</h1>",
         f"<p>{format_bytes(document['bytes_in'])} became {format_bytes(document['bytes_out'])} in "
@@ -173,3 +178,14 @@ def _worst(rows: Sequence[Row]) -> str:
     ]
     head = ("tensor", "change", "relative error", *(["weighted error"] if weighted else []), "max error", "cosine")
     return _table(head, lines)
+
+
+def name_inside(page: Path | None, dest: Path) -> str:
+    """The name of a page in `dest` itself, where it is one of the result's files; empty where it lies elsewhere.
+    Raises UsageError for a name in `dest` that does not end with .html."""
+    place, folder = os.path.realpath(page or ""), os.path.realpath(dest)
+    if page is None or not place.startswith(folder + os.sep):
+        return ""
+    if not place.endswith((".html", ".htm")):
+        raise UsageError(f"--report {page} is in DEST", hint="name it so that it ends with .html, or put it elsewhere")
+    return os.path.basename(place) if os.path.dirname(place) == folder else ""

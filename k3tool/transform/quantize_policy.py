@@ -29,6 +29,7 @@ from k3tool.units import parse_ranges
 
 COMPONENTS = ("experts", "latent", "shared", "attention")
 SCHEMES = ("keep", "bf16", "mxfp4", "nvfp4", "nvfp4-modelopt", "fp8-block", "fp8-channel", "int8", "int4", "nf4", "fp4")
+FOUR_BIT = ("mxfp4", "nvfp4", "nvfp4-modelopt", "int4", "nf4", "fp4")
 MAX_RECIPE_BYTES = 1 << 20
 _MATRICES = {
     "latent": re.compile(r"block_sparse_moe\.routed_expert_(?:down|up)_proj", re.ASCII),

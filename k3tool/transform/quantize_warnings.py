@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from k3tool.formats import bnb
 from k3tool.names import component_of, parse_name
-from k3tool.transform.quantize_policy import Policy, component_of_module
-from k3tool.units import format_bytes
+from k3tool.transform.quantize_policy import FOUR_BIT, Policy, component_of_module
+from k3tool.units import format_bytes, plural
 
 _CALLED = {
     "experts": "routed experts",
@@ -17,15 +18,14 @@ _CALLED = {
 }
 
 
-_FOUR_BIT = ("mxfp4", "nvfp4", "nvfp4-modelopt", "int4", "nf4", "fp4")
 _HARMFUL: tuple[tuple[Callable[[str, str, str], bool], str], ...] = (
     (
-        lambda component, before, after: component == "vision" and after in _FOUR_BIT,
+        lambda component, before, after: component == "vision" and after in FOUR_BIT,
         "vision at 4 bits: 17.9% weight error on wqkv and 12.6% on the position grid were measured (WASTE, K3.md); "
         "bf16 or 8 bits are safe",
     ),
     (
-        lambda component, before, after: component in ("kda", "mla", "dense_mlp") and after in _FOUR_BIT,
+        lambda component, before, after: component in ("kda", "mla", "dense_mlp") and after in FOUR_BIT,
         "attention or dense MLP at 4 bits: the release was trained for 4 bits in the experts only, and a 3-bit trunk "
         "moved logits by 36% (WASTE, K3.md); compare logits before you rely on it",
     ),
@@ -34,6 +34,22 @@ _HARMFUL: tuple[tuple[Callable[[str, str, str], bool], str], ...] = (
         "experts out of MXFP4 into another 4-bit grid lose values that they have; nvfp4 and int8 hold them exactly",
     ),
 )
+
+
+def crossing(changing: Mapping[str, Any]) -> list[str]:
+    """A warning about matrices whose rows are no whole blocks of bitsandbytes: its blocks run on in the next row."""
+    found = [
+        (path, converting)
+        for path, converting in changing.items()
+        if converting.choice.scheme in bnb.TABLES and converting.shape[-1] % bnb.BLOCK
+    ]
+    if not found:
+        return []
+    path, one = found[0]
+    return [
+        f"{one.choice.scheme}: rows of {plural(len(found), 'matrix', 'matrices')} are no whole blocks of {bnb.BLOCK} "
+        f"({path} {list(one.shape)}); bitsandbytes decodes such wrong on a CPU (0.50), k3tool does not"
+    ]
 
 
 def harmful(changing: Mapping[str, Any]) -> list[str]:

@@ -106,6 +106,50 @@ def test_a_broken_bound_shows_the_components(mini: Path, tmp_path: Path, capsys:
     assert again.code == 0 and again.json["bytes_read"] == 0
 
 
+def test_a_broken_bound_leaves_its_report_and_a_finished_folder_finished(
+    mini: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, page = tmp_path / "q", tmp_path / "page.html"
+    line = ["quantize", mini, out, "--latent", "nf4", "--report", page]
+    ran = k3tool(capsys, *line, "--max-rel-error", "0.01")
+    assert ran.code == 1 and "page.html shows the errors" in ran.err
+    assert "0.09068" in page.read_text() and not (out / "config.json").exists()
+    page.unlink()
+    assert k3tool(capsys, *line).code == 0 and "0.09068" in page.read_text()
+    before = contents(out)
+    assert k3tool(capsys, *line, "--max-rel-error", "0.01").code == 1
+    assert contents(out) == before, "what was whole stays so, without a ledger"
+    assert k3tool(capsys, "verify", out, "--depth", "bytes").code == 0
+
+
+@pytest.mark.parametrize("name", ["report.html", "pages/report.html"])
+def test_a_report_may_lie_in_the_result(
+    mini: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    out = tmp_path / "q"
+    line = ["quantize", mini, out, "--latent", "int8", "--report", out / name]
+    assert k3tool(capsys, *line, "--max-rel-error", "0.0001").code == 1
+    assert "relative error" in (out / name).read_text().lower()
+    for more in ([], [], ["--overwrite"]):
+        assert k3tool(capsys, *line, *more).code == 0
+        ran = k3tool(capsys, "verify", out, "--depth", "bytes", "--json")
+        assert ran.code == 0 and not ran.json["problems"] and (out / name).is_file()
+    assert (name in contents(out)) and ("report.html" in {file["name"] for file in ran.json["files"]}) == (
+        "/" not in name
+    )
+
+
+def test_a_report_replaces_reports_only(mini: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shard = tmp_path / "model.safetensors"
+    shard.write_bytes(b"weights")
+    ran = k3tool(capsys, "quantize", mini, tmp_path / "q", "--latent", "int8", "--report", shard)
+    assert ran.code == 2 and "no report of k3tool quantize" in ran.err and shard.read_bytes() == b"weights"
+    ran = k3tool(
+        capsys, "quantize", mini, tmp_path / "q", "--latent", "int8", "--report", tmp_path / "q" / "config.json"
+    )
+    assert ran.code == 2 and "ends with .html" in ran.err and not (tmp_path / "q").exists()
+
+
 def test_quantized_experts_are_refused(mini: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert k3tool(capsys, "quantize", mini, tmp_path / "a", "--experts", "nvfp4").code == 0
     ran = k3tool(capsys, "quantize", tmp_path / "a", tmp_path / "b", "--experts", "nvfp4")

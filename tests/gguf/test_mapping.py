@@ -159,18 +159,19 @@ def test_another_shape_is_named():
 @pytest.mark.parametrize(
     ("module", "parts", "named"),
     [
-        ("self_attn.q_proj", {"weight": "F8_E4M3", "weight_scale": "BF16"}, r"q_proj\.weight is stored as F8_E4M3"),
-        ("self_attn.o_proj", {"weight_packed": "I32", "weight_scale": "BF16"}, "o_proj is stored as weight_packed"),
-        ("block_sparse_moe.routed_expert_up_proj", {"weight": "U8", "weight.absmax": "U8"}, "up_proj.weight is stored as U8"),
-        ("block_sparse_moe.experts.4.w1", {"weight": "F8_E4M3", "weight_scale": "BF16"}, r"experts\.4\.w1 is stored as weight:"),
-        ("block_sparse_moe.experts.4.w1", {"weight": "BF16"}, r"experts\.4\.w1 is stored as weight:"),
+        ("self_attn.q_proj", {"weight": ("F8_E4M3", (96, 64)), "weight_scale": ("F32", (96, 1))}, "q_proj is stored as fp8-channel"),
+        ("self_attn.o_proj", {"weight_packed": ("I32", (64, 24)), "weight_scale": ("BF16", (64, 3))}, "o_proj is stored as weight_packed and"),
+        ("block_sparse_moe.routed_expert_up_proj", {"weight": ("U8", (1024, 1)), "weight.absmax": ("U8", (32,))}, "up_proj is stored as weight and"),
+        ("block_sparse_moe.experts.4.w1", {"weight": ("F8_E4M3", (32, 32)), "weight_scale": ("F32", (32, 1))}, r"experts\.4\.w1 is stored as fp8-channel"),
+        ("block_sparse_moe.experts.4.w1", {"weight": ("BF16", (32, 32))}, r"experts\.4\.w1 is stored as bf16: .*all alike"),
     ],
 )  # fmt: skip
 def test_other_schemes_are_refused_by_name(module, parts, named):
     table = Table(TINY)
     path = f"language_model.model.layers.1.{module}"
-    old = [table.kinds.pop(name) for name in list(table.kinds) if name.rsplit(".", 1)[0] == path]
-    table.kinds.update({f"{path}.{part}": Kind(dtype, old[0].shape) for part, dtype in parts.items()})
+    for name in [name for name in table.kinds if name.rsplit(".", 1)[0] == path]:
+        del table.kinds[name]
+    table.kinds.update({f"{path}.{part}": Kind(dtype, shape) for part, (dtype, shape) in parts.items()})
     with pytest.raises(UnsupportedError, match=named):
         mapped(TINY, table)
 
@@ -181,8 +182,9 @@ def test_nvfp4_experts_are_refused_by_name():
     del document["text_config"]["quantization_config"]["config_groups"]
     config = K3Config.from_dict(document)
     assert config.expert_scheme == "nvfp4"
-    with pytest.raises(UnsupportedError, match=r"experts\.0\.w1\.weight_scale is stored as F8_E4M3"):
+    with pytest.raises(UnsupportedError, match=r"experts\.0\.w1 is stored as nvfp4: GGUF takes") as refused:
         mapped(config, Table(config))
+    assert refused.value.hint.startswith("decode it first: ") and refused.value.hint.endswith("--experts bf16")
 
 
 def test_plain_experts_have_no_codes_to_keep():

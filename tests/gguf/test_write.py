@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -446,7 +447,21 @@ def test_a_source_cut_for_ranks_is_refused_with_the_way_out(mini, tmp_path, caps
     assert k3tool(capsys, "reshard", mini, tmp_path / "ranks", "--gpus", 2, "--ep", 2).code == 0
     for folder in (tmp_path / "ranks", tmp_path / "ranks" / "rank-00000-of-00002"):
         ran = k3tool(capsys, "quantize", folder, tmp_path / "x", "--format", "gguf")
-        assert ran.code == 2 and "is cut for ranks" in ran.err and "hint: join it first: k3tool reshard" in ran.err
+        assert ran.code == 2 and "is cut for ranks" in ran.err
+        words = shlex.split(ran.err.split("hint: join it first: ")[1])
+        assert words[words.index("reshard") :][1:3] == [str(tmp_path / "ranks"), str(tmp_path / "ranks-joined")]
+    assert k3tool(capsys, *words[words.index("reshard") :]).code == 0
+    assert k3tool(capsys, "quantize", tmp_path / "ranks-joined", tmp_path / "x", "--format", "gguf").code == 0
+
+
+def test_what_gguf_does_not_take_is_decoded_by_the_hinted_command(mini, tmp_path, capsys):
+    assert k3tool(capsys, "quantize", mini, tmp_path / "q", "--experts", "nvfp4", "--latent", "int8").code == 0
+    refused = k3tool(capsys, "quantize", tmp_path / "q", tmp_path / "x", "--format", "gguf")
+    assert refused.code == 14 and "routed_expert_down_proj is stored as int8: GGUF takes BF16" in refused.err
+    words = shlex.split(refused.err.split("hint: decode it first: ")[1])
+    assert words[-4:] == ["--experts", "bf16", "--latent", "bf16"]
+    assert k3tool(capsys, *words[words.index("quantize") :]).code == 0
+    assert k3tool(capsys, "quantize", tmp_path / "q-bf16", tmp_path / "x", "--format", "gguf").code == 0
 
 
 # The command line

@@ -167,6 +167,36 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
+def test_all_matrices_that_a_scheme_cannot_hold_are_named_at_once_with_one_that_holds_them(mini: Path) -> None:
+    with pytest.raises(UnsupportedError) as refused:
+        prepare(mini, policy(attention="fp8-block", experts="int4", shared="fp8-block"))
+    for matrix in ("b_proj: fp8-block cannot hold [3, 64]: 3 rows are not", "nor kv_a_proj_with_mqa [40, 64]"):
+        assert matrix in refused.value.message
+    for matrix in ("nor gate_proj [", "nor down_proj ["):
+        assert matrix in refused.value.message
+    assert "experts.0" not in refused.value.message
+    assert (
+        refused.value.hint == "choose --attention fp8-channel and --shared fp8-channel, which holds every one of these"
+    )
+    chosen = policy(attention="fp8-channel", experts="int4", shared="fp8-channel")
+    assert prepare(mini, chosen).as_json()["components"]["kda"]["scheme"] == "fp8-channel"
+    with pytest.raises(UnsupportedError) as refused:
+        prepare(mini, Policy({}, (Rule("re:.*o_proj", Choice("int4")),)))
+    assert refused.value.hint == "choose the rule's scheme nvfp4, which holds every one of these"
+
+
+def test_nf4_and_fp4_are_not_mixed_in_one_bitsandbytes_configuration(mini: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"experts.* would be nf4 and .*routed_expert_down_proj fp4"):
+        quantize(mini, tmp_path / "out", experts="nf4", latent="fp4")
+    assert not (tmp_path / "out").exists()
+
+
+def test_rows_that_are_no_whole_blocks_of_bitsandbytes_are_said(mini: Path) -> None:
+    said = [text for text in prepare(mini, policy(experts="nf4")).warnings if "no whole blocks of 64" in text]
+    assert len(said) == 1 and "252 matrices" in said[0] and "experts.0.w1 [32, 32]" in said[0]
+    assert not any("whole blocks" in text for text in prepare(mini, policy(experts="int4")).warnings)
+
+
 @pytest.mark.parametrize("once", ["nvfp4", "nvfp4-modelopt", "int8", "int4", "fp8-channel", "nf4", "fp4"])
 def test_experts_are_not_quantized_twice(mini: Path, tmp_path: Path, once: str) -> None:
     quantize(mini, tmp_path / "once", experts=once)
