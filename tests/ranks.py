@@ -52,12 +52,27 @@ class Ranks:
     def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
         os.kill(self.processes[rank].pid, number)
 
+    def until_begun(self, out: Path, seconds: float = WAIT_S) -> None:
+        """Wait until all ranks of `begun` have written to `out`."""
+        until_written(out, len(self.processes), seconds)
+
     def until_printed(self, rank: int, length: int, seconds: float = WAIT_S) -> None:
         """Wait until a rank has printed so many characters."""
         deadline = time.monotonic() + seconds
         while len(self.out[rank]) < length:
             assert time.monotonic() < deadline and self.processes[rank].is_alive(), self.err
             time.sleep(0.02)
+
+
+def until_written(out: Path, count: int, seconds: float = WAIT_S) -> list[int]:
+    """Wait for the process ids that the ranks of `begun` write, in the order of ranks."""
+    deadline = time.monotonic() + seconds
+    while True:
+        texts = [(out / str(rank)).read_text() if (out / str(rank)).exists() else "" for rank in range(count)]
+        if all(texts):
+            return [int(text) for text in texts]
+        assert time.monotonic() < deadline, f"only {texts} have begun"
+        time.sleep(0.02)
 
 
 @contextmanager
@@ -135,17 +150,57 @@ def run_folders(jobs: list[tuple[str, str, dict[str, Any]]], ids: list[int], out
 
 def break_rank(broken: int, *arguments: str) -> None:
     """The command line, with a bug on one rank in the third token."""
+
+    def fail() -> None:
+        if os.environ["RANK"] == str(broken):
+            raise ZeroDivisionError("on purpose")
+
+    _at_third_token(fail)
+    command_line(*arguments)
+
+
+def begun(out: str, *arguments: str) -> None:
+    """The command line. At its third token a rank writes its process id to `out`/RANK."""
+    _at_third_token(lambda: Path(out, os.environ["RANK"]).write_text(str(os.getpid())))
+    command_line(*arguments)
+
+
+def hang(who: str, out: str, *arguments: str) -> None:
+    """As `begun`, and then rank `who` comes to no further collective."""
+
+    def wait() -> None:
+        if os.environ["RANK"] == who:
+            time.sleep(10 * WAIT_S)
+
+    _at_third_token(wait)
+    begun(out, *arguments)
+
+
+def _at_third_token(action: Callable[[], Any]) -> None:
     from k3tool import generate
 
     decode, calls = generate.decode_one_token, []
 
-    def broken_decode(*given: Any) -> Any:
+    def counted(*given: Any) -> Any:
         calls.append(1)
-        if len(calls) == 3 and os.environ["RANK"] == str(broken):
-            raise ZeroDivisionError("on purpose")
+        if len(calls) == 3:
+            action()
         return decode(*given)
 
-    generate.decode_one_token = broken_decode
+    generate.decode_one_token = counted
+
+
+def chatter(*arguments: str) -> None:
+    """The command line, where the libraries that connect ranks print to stdout, as some versions of gloo do."""
+    import torch.distributed as dist
+
+    for name in ("init_process_group", "new_group"):
+
+        def loud(*given: Any, _call: Any = getattr(dist, name), **options: Any) -> Any:
+            os.write(1, b"[Gloo] Rank 0 is connected to 1 peer ranks.\n")
+            return _call(*given, **options)
+
+        setattr(dist, name, loud)
     command_line(*arguments)
 
 
@@ -181,3 +236,9 @@ def give_way_for_long(*arguments: str) -> None:
 
     world.GIVE_WAY_S = 10 * WAIT_S
     command_line(*arguments)
+
+
+if __name__ == "__main__":  # under torchrun
+    import sys
+
+    globals()[sys.argv[1]](*sys.argv[2:])

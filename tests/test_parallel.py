@@ -8,6 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,20 @@ from k3tool.reshard import Request, reshard
 from k3tool.synthetic import tiny_config, write_checkpoint
 from tests.helpers import k3tool
 from tests.model.edit import edit_checkpoint
-from tests.ranks import WAIT_S, break_rank, command_line, free_port, give_way_for_long, run_folders, started, talk
+from tests.ranks import (
+    WAIT_S,
+    begun,
+    break_rank,
+    chatter,
+    command_line,
+    free_port,
+    give_way_for_long,
+    hang,
+    run_folders,
+    started,
+    talk,
+    until_written,
+)
 
 IDS = [5, 600, 17, 3, 3, 256, 500, 44, 8]
 TEXT = ",".join(map(str, IDS))
@@ -419,21 +434,86 @@ def endless(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("number", "victim", "seconds"),
-    [(signal.SIGKILL, 1, "10000"), (signal.SIGSTOP, 1, "6"), (signal.SIGKILL, 0, "10000")],
-)
-def test_a_lost_rank_does_not_hang_the_others(
-    number: signal.Signals, victim: int, seconds: str, endless: Path, tmp_path: Path
-):
+def test_a_rank_that_does_not_answer_is_lost(endless: Path, tmp_path: Path):
     arguments = run_arguments(endless, "--max-new-tokens", 10**6)
-    with started(tmp_path, 2, command_line, *arguments, K3TOOL_RANK_TIMEOUT=seconds) as ranks:
+    with started(tmp_path, 2, command_line, *arguments, K3TOOL_RANK_TIMEOUT="6") as ranks:
         ranks.until_printed(0, 20)
-        ranks.kill(victim, number)
+        ranks.kill(1, signal.SIGSTOP)
+        ranks.processes[0].join(WAIT_S)
+        assert ranks.processes[0].exitcode == 13, ranks.err
+    assert "lost contact with another rank" in ranks.err[0] and ranks.err[0].count("error: ") == 1
+
+
+def is_the_loss(text: str, victim: int, pid: int) -> bool:
+    """Whether this is the one document of a run that lost a rank after its third token."""
+    document = json.loads(text)
+    error = document["error"]
+    assert (document["ok"], error["code"], error["type"], error["details"]) == (False, 13, "RankLost", {"rank": victim})
+    assert error["message"].startswith(f"rank {victim}: contact lost: its process {pid} ended without a word")
+    assert document["input_ids"] == IDS and len(document["token_ids"]) >= 2
+    return True
+
+
+@pytest.mark.parametrize(
+    ("function", "victim"), [(begun, 0), (begun, 1), (partial(hang, "1"), 0), (partial(hang, "0"), 1)],
+    ids=["first", "second", "first, the other is busy", "second, the other is busy"],
+)  # fmt: skip
+def test_a_killed_rank_ends_the_other(function: Callable[..., None], victim: int, endless: Path, tmp_path: Path):
+    """Also where that one waits for nobody, and without waiting for any time limit."""
+    arguments = run_arguments(endless, "--max-new-tokens", 10**6, "--json")
+    with started(tmp_path, 2, function, str(tmp_path), *arguments, K3TOOL_RANK_TIMEOUT="10000") as ranks:
+        ranks.until_begun(tmp_path)
+        ranks.kill(victim)
         survivor = 1 - victim
         ranks.processes[survivor].join(WAIT_S)
         assert ranks.processes[survivor].exitcode == 13, ranks.err
-    assert "lost contact with another rank" in ranks.err[survivor] and ranks.err[survivor].count("error: ") == 1
+    assert is_the_loss(ranks.out[survivor], victim, ranks.processes[victim].pid)
+    assert ranks.err[survivor].count("error: ") == 1 and ranks.out[victim] == ranks.err[victim] == ""
+
+
+def test_what_launchers_do_when_a_rank_is_killed_is_no_interrupt(endless: Path, tmp_path: Path):
+    """They end the others by SIGTERM, before these have found out themselves."""
+    arguments = run_arguments(endless, "--max-new-tokens", 10**6, "--json")
+    with started(tmp_path, 2, partial(hang, "0"), str(tmp_path), *arguments) as ranks:
+        ranks.until_begun(tmp_path)
+        ranks.kill(1)
+        ranks.processes[1].join(WAIT_S)
+        ranks.kill(0, signal.SIGTERM)
+        ranks.processes[0].join(WAIT_S)
+        assert ranks.processes[0].exitcode == 13, ranks.err
+    assert is_the_loss(ranks.out[0], 1, ranks.processes[1].pid) and ranks.err[0].count("error: ") == 1
+
+
+def test_of_many_ranks_one_tells_of_a_killed_one(home: Path, tmp_path: Path):
+    folder = tmp_path / "ranks"
+    shutil.copytree(home / name_of("released", Layout(pp=4)), folder)
+    arguments = run_arguments(folder, "--ignore-eos", "--max-new-tokens", 10**6, "--json")
+    with started(tmp_path, 4, begun, str(tmp_path), *arguments) as ranks:
+        ranks.until_begun(tmp_path)
+        ranks.kill(0)
+        assert ranks.wait().codes == [-signal.SIGKILL, 13, 13, 13], ranks.err
+    assert is_the_loss(ranks.out[1], 0, ranks.processes[0].pid) and ranks.out[2:] == ["", ""]
+    assert [text.count("error: ") for text in ranks.err] == [0, 1, 0, 0]
+
+
+def test_a_rank_that_is_killed_under_torchrun(endless: Path, tmp_path: Path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
+               "-m", "tests.ranks", "begun", str(tmp_path), *run_arguments(endless, "--max-new-tokens", 10**6, "--json")]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as run:
+        pids = until_written(tmp_path, 2)
+        os.kill(pids[0], signal.SIGKILL)
+        out, err = run.communicate(timeout=WAIT_S)
+    assert run.returncode == 1 and is_the_loss(out, 0, pids[0])
+    assert sum(line.startswith("error: ") for line in err.splitlines()) == 1
+
+
+def test_what_libraries_print_is_not_in_the_document(home: Path, tmp_path: Path):
+    arguments = run_arguments(home / name_of("released", Layout(tp=2)), "--max-new-tokens", 1, "--json")
+    with started(tmp_path, 2, chatter, *arguments) as ranks:
+        assert ranks.wait().codes == [0, 0], ranks.err
+    assert json.loads(ranks.out[0])["ok"] is True and ranks.out[1] == ""
+    assert all("[Gloo]" in text for text in ranks.err)
 
 
 def test_an_interrupt_ends_all_ranks(endless: Path, tmp_path: Path):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from k3tool.cli import signals, streams
 from k3tool.cli.options import IsPath, JsonOption, QuietOption, check_output_file
 from k3tool.cli.output import Output, print_failure
 from k3tool.cli.printer import Printer
@@ -109,6 +110,8 @@ def command(
     world = world_of(os.environ)
     _check_recording(save_activations, gram, world.size)
     printer = Printer()
+    if world.size > 1:
+        streams.keep_stdout()  # libraries that connect ranks print there
     with Output("run", json=json, quiet=quiet or world.rank > 0) as output:
         if left_over(os.environ) == "WORLD_SIZE":
             output.note(
@@ -249,9 +252,12 @@ class _Voice:
     def failure(self, error: K3Error) -> None:
         self._output.close()
         self._printer.finish()
-        if not error.document and (isinstance(error, Interrupted) or self._printer.ids):
+        if not error.document and (isinstance(error, Interrupted) or self._printer.input_ids):
             error.with_document(self._printer.so_far)
         print_failure("run", error, as_json=self._output.json)
+
+    def settle(self) -> None:
+        signals.finish()
 
     def trace(self, error: BaseException) -> None:
         self._output.close()

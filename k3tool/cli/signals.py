@@ -60,11 +60,14 @@ def install(last_words: LastWords) -> None:
 
 
 def finish() -> None:
-    """The work is over, and the exit code known: a signal during the last steps of Python changes nothing of it."""
+    """The work is over, and the exit code known: a signal during the last steps of Python changes nothing of it. From a
+    thread that is not the main one, what that one does with a signal stays."""
+    _State.taken.set()
+    if threading.current_thread() is not threading.main_thread():
+        return
     for number in ENDING:
         if signal.getsignal(number) is _on_signal:
             signal.signal(number, signal.SIG_IGN)
-    _State.taken.set()
 
 
 def _on_signal(number: int, _: FrameType | None) -> None:

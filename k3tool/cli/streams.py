@@ -74,6 +74,18 @@ def prepare() -> None:
     sys.stdout = _wrapped(_Out, sys.stdout, 1)
 
 
+def keep_stdout() -> None:
+    """From here on standard output shows what this process writes to `sys.stdout` and nothing else: what compiled
+    libraries print goes to standard error. Does nothing where `prepare` has not been called."""
+    if not isinstance(sys.stdout, _Out):
+        return
+    sys.stdout.flush()
+    with contextlib.suppress(OSError):
+        own = os.dup(1)
+        os.dup2(2, 1)
+        sys.stdout = _wrapped(_Out, sys.stdout, own)
+
+
 def _wrapped(kind: type[_Text], stream: Any, descriptor: int) -> Any:
     """The same stream as a `kind`. A narrow encoding shows \\u4e2d rather than failing."""
     with contextlib.suppress(OSError):

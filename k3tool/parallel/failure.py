@@ -12,11 +12,12 @@ from typing import NamedTuple
 from k3tool.disk import STARTS_OVER
 from k3tool.errors import EXIT_BUG, Interrupted, K3Error, RemoteError, is_interrupt
 
-_CLASSES = {cls.__name__: cls for cls in K3Error.__subclasses__()}
-
 
 class RankLost(RemoteError):
     """Another rank does not answer: it ended, hangs, or cannot be reached. Rarely the cause, mostly the consequence."""
+
+
+_CLASSES = {cls.__name__: cls for cls in (*K3Error.__subclasses__(), RankLost)}
 
 
 class Failure(NamedTuple):
@@ -44,6 +45,18 @@ class Failure(NamedTuple):
             return cls(rank, EXIT_BUG, "SystemExit", f"rank {rank} left with {error.code!r}", "", True)
         cause = f"this is a bug in k3tool: {type(error).__name__}: {error}"
         return cls(rank, EXIT_BUG, type(error).__name__, cause, "report it with the traceback above", True)
+
+    @classmethod
+    def lost(cls, rank: int, pid: int) -> Failure:
+        """A rank whose process is gone and has not said why."""
+        return cls(
+            rank,
+            RankLost.exit_code,
+            RankLost.__name__,
+            f"contact lost: its process {pid} ended without a word, as one that is killed",
+            "ask that machine's kernel log (dmesg) whether memory ran out; run the same command again: it starts over",
+            True,
+        )
 
     def as_bytes(self) -> bytes:
         return json.dumps(self._asdict()).encode()

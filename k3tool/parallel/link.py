@@ -3,6 +3,9 @@
 A rank that fails writes its failure into the store where the ranks met, then leaves its connections, so that nobody
 waits for it. Every other rank finds its collective broken (or is found by its watcher), reads what happened, and leaves
 with the same exit code. Rank 0 tells it, once.
+
+A rank that is killed says nothing: the watchers of its machine see its process end, and write for it. What launchers do
+next, end the others by SIGTERM, is then no interrupt. Where rank 0 is gone, the lowest rank that is left tells it.
 """
 
 from __future__ import annotations
@@ -19,9 +22,10 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from k3tool.errors import K3Error, RemoteError, UsageError
+from k3tool.errors import K3Error, RemoteError, UsageError, is_interrupt
 from k3tool.events import aside
 from k3tool.parallel.failure import Failure, RankLost
+from k3tool.parallel.peers import Peers, this_process
 from k3tool.parallel.world import World
 
 if TYPE_CHECKING:
@@ -34,7 +38,11 @@ class Voice(Protocol):
     """How a run that fails is shown."""
 
     def failure(self, error: K3Error) -> None:
-        """On rank 0: what happened, wherever it happened."""
+        """On rank 0, or the lowest that is left: what happened, wherever it happened."""
+        ...
+
+    def settle(self) -> None:
+        """The run has failed, and is about to say so: no signal changes that any more."""
         ...
 
     def trace(self, error: BaseException) -> None:
@@ -50,7 +58,9 @@ POLL_S = 0.2
 GRACE_S = 3.0  # for the main thread to notice by itself that another rank failed
 TOLD_S = 10.0  # for rank 0 to say what happened
 LEAVE_S = 2.0  # for the others to see that it has
-_FAILURE, _TOLD, _LEFT = "k3tool/failure", "k3tool/told", "k3tool/left"
+SEEN_S = 0.2  # for the end of a process to be seen
+APPEAR_S = 1.0  # for a failure to appear whose consequence has
+_FAILURE, _TOLD, _LEFT, _ENDS = "k3tool/failure", "k3tool/told", "k3tool/left", "k3tool/ends"
 
 
 class Link:
@@ -99,11 +109,13 @@ class RankLink(Link):
         self._parallel: list[Parallel] = []
         self._lock = threading.Lock()
         self._settled: tuple[Failure, bool] | None = None
+        self._closing = threading.Event()
         self._closed = threading.Event()
         self._store = store
         self._watched = store.clone()  # a store serves one thread at a time
         self._dist = dist
         dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=timeout)
+        self._peers = Peers(self.gather(this_process()), world.rank)
         threading.Thread(target=self._watch, name="k3tool-ranks", daemon=True).start()
 
     def belongs(self, parallel: Parallel) -> None:
@@ -168,12 +180,18 @@ class RankLink(Link):
 
     def close(self) -> None:
         """All have finished. Raises RankLost where one does not come to the end."""
+        self._closing.set()
+        with suppress(Exception):  # the store may end with rank 0
+            self._store.set(f"{_ENDS}/{self.world.rank}", "1")
         self.gather(None)
         self._closed.set()
+        self._peers.close()
         self._dist.destroy_process_group()
 
     def fail(self, error: BaseException) -> K3Error:
         """This rank cannot go on: everybody learns it. Returns what is to be raised here, `told` where rank 0 spoke."""
+        if self._voice is not None:
+            self._voice.settle()
         first = self._publish(error)
         if not self.uses_nccl:
             self._disconnect(error)
@@ -205,15 +223,26 @@ class RankLink(Link):
         return failure.as_error(self.world.rank)
 
     def _publish(self, error: BaseException) -> Failure:
-        """The first failure of the run: this one, or one that another rank has written before."""
+        """The first failure of the run: this one, one that another rank has written before, or a rank that was killed."""
         own = Failure.of(error, self.world.rank)
         try:
             if not own.is_cause:
-                self._await(_FAILURE, 1.0)
+                self._await(_FAILURE, APPEAR_S)
+            if not own.is_cause or is_interrupt(own.code):  # a launcher ends those that are left
+                own = self._lost(self._store, SEEN_S) or own
             return Failure.parse(self._store.compare_set(_FAILURE, "", own.as_bytes().decode()))
         except Exception:
-            self._is_deserted = True  # the store is gone: every rank speaks for itself
-            return own
+            self._is_deserted = True  # the store is gone: every rank speaks for itself, or the lowest that is left
+            return self._lost(None, APPEAR_S) or own
+
+    def _lost(self, store: Any, wait_s: float = 0.0) -> Failure | None:
+        """The lowest rank of this machine whose process ended before the end, without a failure or a farewell.
+
+        store: where these would stand; None where it is gone."""
+        for rank in self._peers.ended(wait_s):
+            if store is None or not (store.check([_FAILURE]) or store.check([f"{_ENDS}/{rank}"])):
+                return Failure.lost(rank, self._peers.pids[rank])
+        return None
 
     def _await(self, key: str, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
@@ -227,7 +256,7 @@ class RankLink(Link):
         """Rank 0 tells what happened; the others wait until it has. Once per process. Returns whether it was told."""
         with self._lock:
             if self._settled is None:
-                told = self._tell_it(raised) if self.is_first else self._was_told()
+                told = self._tell_it(raised) if self.is_first else self._was_told(first, raised)
                 self._settled = first, told
             return self._settled[1]
 
@@ -236,32 +265,65 @@ class RankLink(Link):
             self._voice.failure(raised)
         with suppress(Exception):
             self._store.set(_TOLD, "1")
-            deadline = time.monotonic() + LEAVE_S  # the store may end with this process
-            while self._store.add(_LEFT, 0) < self.world.size - 1 and time.monotonic() < deadline:
-                time.sleep(0.02)
+            self._until_left(LEAVE_S, lambda: self._store.add(_LEFT, 0))  # the store may end with this process
+            return self._voice is not None
+        self._until_left(TOLD_S, lambda: 0)  # the others look whether this one lives
         return self._voice is not None
 
-    def _was_told(self) -> bool:
-        if self._is_deserted:
-            return False
+    def _until_left(self, seconds: float, left: Callable[[], int]) -> None:
+        deadline = time.monotonic() + seconds
+        while left() < self._left_over and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    @property
+    def _left_over(self) -> int:
+        """Other ranks that have not been seen to end."""
+        return self.world.size - 1 - len(self._peers.ended())
+
+    @property
+    def _is_lowest(self) -> bool:
+        """Whether all ranks before this one are seen to have ended."""
+        return set(range(self.world.rank)) <= set(self._peers.ended())
+
+    def _was_told(self, first: Failure, raised: K3Error) -> bool:
+        """Waits for rank 0 to tell. Where all ranks before this one are gone, and have not, this one does."""
+        is_lowest = self._is_lowest
         try:
-            told = self._await(_TOLD, TOLD_S)
+            deadline = time.monotonic() + TOLD_S
+            while not self._store.check([_TOLD]):
+                if is_lowest:
+                    return self._tell_it(raised)
+                if time.monotonic() > deadline:
+                    return False
+                is_lowest = self._is_lowest  # before it is looked whether they have told
+                time.sleep(0.02)
             self._store.add(_LEFT, 1)
-            return told
-        except Exception:  # the store went with rank 0, which therefore has spoken
             return True
+        except Exception:  # the store went with rank 0
+            is_unsaid = self._is_deserted or (first.type, first.rank) == (RankLost.__name__, 0)
+            if is_unsaid and is_lowest:
+                return self._tell_it(raised)
+            return not is_unsaid or any(rank in self._peers.pids for rank in range(self.world.rank))
 
     def _watch(self) -> None:
-        """Ends this process where another rank has failed and the main thread does not get to see it."""
+        """Ends this process where another rank has failed or is gone and the main thread does not get to see it."""
         try:
             while not self._watched.check([_FAILURE]):
                 if self._closed.wait(POLL_S):
                     return
+                lost = self._lost(self._watched)
+                if lost is not None:
+                    self._watched.compare_set(_FAILURE, "", lost.as_bytes().decode())
             if self._closed.wait(GRACE_S):
                 return
             first = Failure.parse(self._watched.get(_FAILURE))
-        except Exception:  # without a store: broken connections tell
-            return
+        except Exception:  # without a store: broken connections tell the main thread, where it can be told
+            found = None if self._closing.is_set() or self._closed.wait(GRACE_S) else self._lost(None)
+            if found is None:
+                return
+            first = found
+        if self._voice is not None:
+            self._voice.settle()
         self._settle(first, self._error(first))
         _leave(first.code)
 
@@ -299,7 +361,10 @@ def joined(world: World, *, voice: Voice | None = None) -> Iterator[Link]:
         yield link
         link.close()
     except BaseException as error:
-        raised = link.fail(error)
+        try:
+            raised = link.fail(error)
+        except KeyboardInterrupt as again:  # in the moment before `settle`
+            raised = link.fail(again)
         raise raised from (None if raised is error else error)
 
 
