@@ -16,9 +16,10 @@ from k3tool.catalog import Catalog, Entry, count, section_entries
 from k3tool.checkpoint.header import TensorSpec
 from k3tool.config import K3Config
 from k3tool.errors import CheckpointCorrupt, K3Error
-from k3tool.names import parse_name
+from k3tool.names import INPUT_SCALES, parse_name
 
 _FUSED = re.compile(r"\.experts\.(?!\d)[A-Za-z_]")
+_FLOATS = ("F32", "BF16", "F16")
 _ABSENT = TensorSpec("", "U8", (0,), 0, 0)
 
 
@@ -164,6 +165,10 @@ def _scheme(parts: Mapping[str, TensorSpec | None], shape: tuple[int, ...] | Non
     """The scheme that these parts make up completely, or None. Without headers the names alone decide."""
     from k3tool import formats
 
+    inputs = [spec for part, spec in parts.items() if part in INPUT_SCALES]
+    if any(spec is not None and (count(spec.shape) != 1 or spec.dtype not in _FLOATS) for spec in inputs):
+        return None
+    parts = {part: spec for part, spec in parts.items() if part not in INPUT_SCALES}
     specs = {part: spec for part, spec in parts.items() if spec is not None}
     if len(specs) < len(parts):
         known = {frozenset(formats.stored_tensors(scheme, (256, 256))): scheme for scheme in formats.SCHEMES}

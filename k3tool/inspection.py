@@ -18,14 +18,14 @@ from k3tool.conform import Conformance, conform
 from k3tool.events import SILENT, Progress
 from k3tool.garbage import collector_paused
 from k3tool.layout import rank_folder, share_of
-from k3tool.names import component_of, parse_name
+from k3tool.names import INPUT_SCALES, component_of, parse_name
 from k3tool.transform.expected import expected
 from k3tool.transform.forms import SubSource, open_form
 from k3tool.transform.reshard import LAYOUT_NAME, RanksForm
 from k3tool.units import plural
 
 _NO_PARAMETERS = ("weight_scale", "weight_global_scale", "weight_scale_2", "weight_shape", "weight_zero_point",
-                  "input_scale", "weight.absmax", "weight.quant_map", "weight.nested_absmax")  # fmt: skip
+                  *INPUT_SCALES, "weight.absmax", "weight.quant_map", "weight.nested_absmax")  # fmt: skip
 
 _ABSENT = TensorSpec("", "U8", (0,), 0, 0)
 

@@ -11,10 +11,12 @@ SHARD_PATTERN = re.compile(r"model-(\d{5,6})-of-(\d{5,6})\.safetensors", re.ASCI
 _LAYER = re.compile(
     r"(?P<prefix>language_model\.)?model\.layers\.(?P<layer>0|[1-9]\d{0,5})\."
     r"(?:(?P<experts>[a-z_]+)\.experts\.(?P<expert>0|[1-9]\d{0,5})\.(?P<matrix>\w+)|(?P<module>[\w.]+?))"
-    r"\.(?P<part>(?:weight|A_log|dt_bias|e_score_correction_bias)[\w.]*)",
+    r"\.(?P<part>(?:weight|A_log|dt_bias|e_score_correction_bias)[\w.]*|input_(?:global_)?scale)",
     re.ASCII,
 )
-_GLOBAL = re.compile(r"(?P<module>[\w.]+?)\.(?P<part>weight[\w.]*)", re.ASCII)
+_GLOBAL = re.compile(r"(?P<module>[\w.]+?)\.(?P<part>weight[\w.]*|input_(?:global_)?scale)", re.ASCII)
+INPUT_SCALES = ("input_scale", "input_global_scale")
+"""One number for the activations that a quantized matrix meets: ModelOpt writes the first, compressed-tensors the second."""
 EXPERT_MODULE = "block_sparse_moe.experts"
 
 
@@ -61,6 +63,15 @@ def parse_name(text: str) -> TensorName | None:
     module, part = match.groups()
     prefix = "language_model." if module.startswith("language_model.") else ""
     return TensorName(prefix, None, module[len(prefix) :], None, part)
+
+
+def module_and_part(text: str) -> tuple[str, str]:
+    """The module path and the part of a tensor's name; (name, "") where there is no weight. No grammar is checked."""
+    at = text.find(".weight")
+    if at < 0:
+        path, _, part = text.rpartition(".")
+        return (path, part) if part in INPUT_SCALES else (text, "")
+    return text[:at], text[at + 1 :]
 
 
 def shard_name(number: int, total: int) -> str:

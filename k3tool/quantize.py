@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from k3tool.activations import Activations
@@ -406,6 +406,11 @@ def _closing(result: QuantizeResult) -> Iterator[SmallFile]:
     revision = getattr(job.prepared.opened.source, "commit", None)
     card = model_card(head, revision=revision, command=f"k3tool {job.prepared.plan.command}", source_card=source_card)
     for small in closing_files(job.prepared, result.report):
+        if PurePosixPath(small.path).name in quantize_config.OTHER_PLACES:  # what the source said of itself
+            document = job.change.section.files.get(PurePosixPath(small.path).name)
+            if document is None:
+                continue
+            small = replace(small, data=_json(document))
         if small.path == CARD_NAME:
             small = replace(small, path=SOURCE_CARD_NAME)
         if small.path == CONFIG_NAME:

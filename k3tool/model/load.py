@@ -28,7 +28,7 @@ from k3tool.model.experts import load_experts
 from k3tool.model.moe import GatedMlp, SparseMoe
 from k3tool.model.streaming import stream_experts
 from k3tool.model.weights import Matrix, Weights
-from k3tool.names import parse_name
+from k3tool.names import INPUT_SCALES, parse_name
 from k3tool.parallel.groups import SINGLE, Group, Parallel
 from k3tool.parallel.share import Share, share_of
 from k3tool.units import format_bytes
@@ -159,7 +159,8 @@ def _belongs(name: str, share: Share) -> bool:
 
 def _refuse_unknown(located: dict[str, Located], used: set[str]) -> None:
     """A tensor that nothing reads would change what the model computes."""
-    unknown = sorted(set(located) - used - {name for name in located if name.endswith("rotary_emb.inv_freq")})
+    unread = (".rotary_emb.inv_freq", *(f".{part}" for part in INPUT_SCALES))  # of engines that round activations
+    unknown = sorted(name for name in set(located) - used if not name.endswith(unread))
     if unknown:
         raise CheckpointCorrupt(
             f"{located[unknown[0]].shard}: the configuration implies no tensor {unknown[0]}"

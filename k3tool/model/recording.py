@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from k3tool.activations import Recorded, gram_bytes, write_activations
+from k3tool.disk import STARTS_OVER, disk_errors
 from k3tool.errors import CapacityError, UnsupportedError
 from k3tool.kernels.linear import linear
 from k3tool.kernels.moe import experts_forward, gated_activation
@@ -243,7 +244,7 @@ class _Scratch:
         self._map = None
         if not size:
             return
-        with tempfile.TemporaryFile(dir=folder) as file:
+        with disk_errors(folder, "write", again=STARTS_OVER), tempfile.TemporaryFile(dir=folder) as file:
             free = shutil.disk_usage(folder).free
             if 2 * size > free:
                 raise CapacityError(

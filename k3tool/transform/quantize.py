@@ -21,7 +21,7 @@ from k3tool.checkpoint.table import Kind, Tensors
 from k3tool.config import K3Config
 from k3tool.errors import CheckpointCorrupt, UnsupportedError, UsageError
 from k3tool.layout import Layout
-from k3tool.names import TensorName, component_of, parse_name
+from k3tool.names import INPUT_SCALES, TensorName, component_of, module_and_part, parse_name
 from k3tool.plan import FileJob, LazySteps
 from k3tool.transform.base import Compute, Region, Step, TensorOut
 from k3tool.transform.quantize_partners import Partners
@@ -112,6 +112,7 @@ class QuantizedForm:
         return self._kinds[key]
 
     def _convert_kind(self, path: str, specs: dict[str, Kind], choice: Choice) -> Converting | None:
+        specs = {part: kind for part, kind in specs.items() if part not in INPUT_SCALES}  # not of the values
         scheme = formats.detect(specs, where=path, shape=self.matrix_shape(path))
         if scheme == choice.scheme and scheme in NATIVE:
             return None
@@ -380,12 +381,6 @@ def is_compensated(path: str, converting: Converting) -> bool:
 
 def _extents(region: Region) -> tuple[int, ...]:
     return (*region.shape[: region.axis], region.size, *region.shape[region.axis + 1 :]) if region.shape else ()
-
-
-def module_and_part(text: str) -> tuple[str, str]:
-    """The module path and the part of a tensor's name; (name, "") where there is no weight. No grammar is checked."""
-    at = text.find(".weight")
-    return (text, "") if at < 0 else (text[:at], text[at + 1 :])
 
 
 def _is_matrix(parts: tuple[tuple[str, Kind], ...]) -> bool:

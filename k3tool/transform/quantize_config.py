@@ -18,6 +18,8 @@ from k3tool.errors import UnsupportedError
 from k3tool.names import parse_name
 
 SECTION = "k3tool_quantization"  # top-level key beside a configuration that cannot say everything
+OTHER_PLACES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+"""Files in which other tools say beside `config.json` how weights are stored: ModelOpt, GPTQ, AWQ."""
 _FAMILIES = {"nf4": "bitsandbytes", "fp4": "bitsandbytes", "nvfp4-modelopt": "modelopt"}
 _PLAIN = ("bf16", "f16", "f32")
 _FUSED = {

@@ -15,7 +15,7 @@ from k3tool.checkpoint.table import Kind
 from k3tool.config import K3Config
 from k3tool.errors import CheckpointCorrupt, UnsupportedError
 from k3tool.layout import Layout, Place, expert_owner, padded_vocab, stage_of
-from k3tool.names import TensorName, parse_name
+from k3tool.names import TensorName, module_and_part, parse_name
 
 HEADS, ROWS, COLUMNS = "heads", "rows", "columns"
 VOCABULARY, REPLICATED = "vocabulary", "replicated"
@@ -292,7 +292,7 @@ class Splitter:
 
 def unit_of(name: str) -> str:
     """What must stay in one file, as the start of a tensor's name: its module, or for an expert or MLP all of it."""
-    module = name.split(".weight", 1)[0]
+    module, _ = module_and_part(name)
     whole = ".experts." in module or ".shared_experts." in module or ".mlp." in module
     return module.rpartition(".")[0] if whole else module
 
