@@ -74,6 +74,22 @@ def _check_only_copy(dest: Path) -> None:
 
 def clear(dest: Path) -> None:
     """Remove what a checkpoint in `dest` consists of (index, its shards, what a manifest names), nothing else."""
+    paths = _clearable(dest)
+    for path in paths:
+        with disk_errors(path, "remove"):
+            path.unlink(missing_ok=True)
+    for folder in {path.parent for path in paths} - {dest}:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def clearable_bytes(dest: Path) -> int:
+    """Bytes that `clear` gives back to the disk: a file that has another name (a hard link) gives none."""
+    found = (path.lstat() for path in _clearable(dest))
+    return sum(status.st_size for status in found if status.st_nlink == 1)
+
+
+def _clearable(dest: Path) -> list[Path]:
     names = {INDEX_NAME, SINGLE_NAME, MANIFEST_NAME, LAYOUT_NAME, "config.json"}
     with contextlib.suppress(CheckpointCorrupt):
         manifest = load_manifest(dest)
@@ -82,33 +98,31 @@ def clear(dest: Path) -> None:
         fail = corrupt("")
         names.update(parse_index(read_file(dest / INDEX_NAME, MAX_INDEX_BYTES, fail=fail), where=INDEX_NAME).shards)
     inside = os.path.realpath(dest) + os.sep
-    for name in sorted(names):
-        path = dest / name
-        is_inside = path.parent == dest or os.path.realpath(path.parent).startswith(inside)
-        with disk_errors(path, "remove"):
-            if is_inside and (path.is_file() or path.is_symlink()):
-                path.unlink()
-    for path in dest.rglob(f"*{PARTIAL_SUFFIX}"):
-        with disk_errors(path, "remove"):
-            path.unlink(missing_ok=True)
-    for folder in {dest / Path(name).parent for name in names} - {dest}:
-        with contextlib.suppress(OSError):
-            folder.rmdir()
+    paths = {dest / name for name in names}
+    mine = {path for path in paths if path.parent == dest or os.path.realpath(path.parent).startswith(inside)}
+    return sorted(
+        {path for path in mine if path.is_file() or path.is_symlink()} | set(dest.rglob(f"*{PARTIAL_SUFFIX}"))
+    )
 
 
-def check_space(dest: Path, jobs: Sequence[FileJob], *, needed: int | None = None) -> None:
+def check_space(dest: Path, jobs: Sequence[FileJob], *, needed: int | None = None, freed: int = 0) -> None:
     """Raises CapacityError (exit 12) where `jobs` do not fit on the disk of `dest`.
 
-    needed: bytes needed at once where the source is freed along the way; None: all that the jobs write.
+    needed: bytes needed at once where the source is freed along the way; None: all that the jobs write. freed: bytes that
+    are removed there before.
     """
     need = sum(job.size_estimate for job in jobs) if needed is None else needed
     free = free_bytes(dest)
     if free is None:
         return
-    if need + min(SPARE_BYTES, need) > free:
+    spare = min(SPARE_BYTES, need)
+    lacking = need + spare - free - freed
+    if lacking > 0:
+        there = f"{format_bytes(free)} free on that disk"
+        there += f" and {format_bytes(freed)} to be replaced" if freed else ""
         raise CapacityError(
-            f"{dest}: {format_bytes(need)} to write, {format_bytes(free)} free on that disk",
-            hint="free space, or name a folder on another disk",
-            needed=need,
+            f"{dest}: {format_bytes(need)} to write and {format_bytes(spare)} to spare, {there}",
+            hint=f"free {format_bytes(lacking * 1.01)} more there, or name a folder on another disk; nothing was written or removed",
+            needed=need + spare,
             free=free,
         )

@@ -157,10 +157,17 @@ def free_bytes(folder: object) -> int | None:
     return None
 
 
-def make_folder(path: object) -> None:
-    """`path` as a folder, with its parents; one that exists is fine. Raises UsageError, CapacityError."""
+def make_folder(path: object) -> list[Path]:
+    """`path` as a folder, with its parents; one that exists is fine. Returns those that were not there, the innermost first.
+    Raises UsageError, CapacityError."""
     with disk_errors(path, "make the folder"):
+        missing: list[Path] = []
+        here = Path(str(path))
+        while not os.path.lexists(here):
+            missing.append(here)
+            here = here.parent
         os.makedirs(str(path), exist_ok=True)
+        return missing
 
 
 def cache_folder() -> Path:

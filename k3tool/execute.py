@@ -22,9 +22,9 @@ from k3tool.checkpoint.ranges import OPEN_FILES
 from k3tool.checkpoint.source import Source
 from k3tool.checkpoint.table import Tensors
 from k3tool.checkpoint.writer import AtomicFile
-from k3tool.destination import check_space, clear, guard
+from k3tool.destination import check_space, clear, clearable_bytes, guard
 from k3tool.disk import make_folder
-from k3tool.errors import CapacityError, CheckFailed, K3Error, PartlyDone, UsageError, tell
+from k3tool.errors import CapacityError, K3Error, PartlyDone, UsageError, tell
 from k3tool.events import SILENT, Progress
 from k3tool.lockstep import limit
 from k3tool.memory import peak_bytes
@@ -135,18 +135,21 @@ def execute(
     goes_on = options.reclaimer is not None and options.reclaimer.goes_on
     guard(dest, tensors.source, plan, overwrite=options.overwrite, goes_on=goes_on)
     workers, buffer_bytes = allowance(wanted, tensors.source, options)
-    make_folder(dest)
+    replaces = options.overwrite and dest.is_dir()
+    if replaces:  # before anything is removed
+        needed = options.reclaimer.needed_bytes(wanted) if options.reclaimer else None
+        check_space(dest, wanted, needed=needed, freed=clearable_bytes(dest))
     with Ledger(dest, plan.id, plan.command, overwrite=options.overwrite, part=_share(wanted, options, only)) as ledger:
-        if options.overwrite:
-            clear(dest)
         run = _Run(plan, wanted, tensors, dest, ledger, options, revision, dict(manifest or {}))
         try:
-            report = run.write(workers, buffer_bytes)
+            if replaces:
+                clear(dest)
+            report = run.write(workers, buffer_bytes, is_room_known=replaces)
             run.close(report, closing)
-        except (K3Error, KeyboardInterrupt) as error:
-            tell(error, run.so_far())
-            if isinstance(error, CheckFailed) and run.was_finished():
-                ledger.abandon()
+        except BaseException as error:
+            if isinstance(error, (K3Error, KeyboardInterrupt)):
+                tell(error, run.so_far())
+            run.leave_no_claim()
             raise
     if not report.complete and options.part and options.part.by:
         found = await_others(plan, wanted, dest)
@@ -247,9 +250,15 @@ class _Run:
             "bytes_written": self.report.bytes_written,
         }
 
-    def was_finished(self) -> bool:
-        """An earlier command has finished all of this, and this one has written no file of the plan."""
-        return not self.ledger.part and not self.ledger.done and all(job.path in self.earlier for job in self.wanted)
+    def leave_no_claim(self) -> None:
+        """A run that fails before a file is finished leaves the folder as it was: it refuses no other command."""
+        if not self.ledger.abandon_if_idle():
+            return
+        folders = {folder for job in self.wanted for folder in Path(job.path).parents}
+        for folder in sorted(folders - {Path()}, key=lambda path: -len(path.parts)):
+            with contextlib.suppress(OSError):
+                (self.dest / folder).rmdir()
+        self.ledger.abandon()
 
     def _earlier(self) -> dict[str, FileRecord]:
         """Files of the same job that a completed command left here (other ranks, or this very command)."""
@@ -267,7 +276,7 @@ class _Run:
     def done(self) -> dict[str, FileRecord]:
         return {**self.earlier, **self.ledger.done}
 
-    def write(self, workers: int, buffer_bytes: int) -> Report:
+    def write(self, workers: int, buffer_bytes: int, *, is_room_known: bool = False) -> Report:
         done = self.done()
         report = self.report
         report.share = [job.path for batch in self._share() for job in batch]
@@ -278,7 +287,8 @@ class _Run:
         todo = [job for batch in batches for job in batch]
         if todo:
             reclaimer = self.options.reclaimer
-            check_space(self.dest, todo, needed=reclaimer.needed_bytes(todo) if reclaimer else None)
+            if not is_room_known:
+                check_space(self.dest, todo, needed=reclaimer.needed_bytes(todo) if reclaimer else None)
             progress = self.options.progress
             task = self.plan.command.split()[0]
             progress.started(task, sum(job.data_bytes for job in todo))

@@ -40,7 +40,7 @@ from k3tool.transform.quantize_report import REPORT_NAME, Row
 from k3tool.transform.quantize_warnings import crossing, harmful, idle
 from k3tool.transform.reshard import Form, Resharder
 from k3tool.transform.split import Splitter
-from k3tool.units import format_bytes
+from k3tool.units import format_bytes, plural
 
 SCALES = ("search", "plain")
 
@@ -342,7 +342,7 @@ def carry_out(
         report.seconds = time.monotonic() - began
         result = QuantizeResult(job, report, _rows(report, earlier))
         try:
-            _check(result.components, max_rel_error)
+            _check(result.components, max_rel_error, job.change.exact)
         except CheckFailed:
             if page is not None:
                 result.write_html(page)
@@ -431,8 +431,17 @@ def _source_card(source: Source) -> str:
     return source.read(CARD_NAME).decode(errors="replace") if 0 < size <= MAX_CARD_BYTES else ""
 
 
-def _check(components: Mapping[str, Mapping[str, Any]], max_rel_error: float | None) -> None:
+def _check(components: Mapping[str, Mapping[str, Any]], max_rel_error: float | None, exact: bool) -> None:
+    """Raises CheckFailed. Steps see to `exact` themselves; files that an earlier run wrote without it do not."""
     for name, entry in components.items():
+        changed = entry["tensors"] - entry["exact_tensors"]
+        if exact and changed:
+            raise CheckFailed(
+                f"{name} as {entry['scheme']}: an earlier run without --exact changed values of "
+                f"{plural(changed, 'tensor')}, worst {entry['worst'][0]}",
+                hint="choose a scheme that holds them and start over with --overwrite, or leave --exact out",
+                component=name,
+            ).with_document({"components": dict(components)})
         if max_rel_error is not None and entry["relative_error"] > max_rel_error:
             worst = f", worst {entry['worst'][0]}" if entry["worst"] else ""
             raise CheckFailed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import errno
 import hashlib
 import json
 import os
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -197,10 +199,29 @@ def test_disk_full_while_writing(source, unbroken, tmp_path, run):
 
 def test_too_little_room_is_found_before_writing(source, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=1 << 40, free=100_000))
-    with pytest.raises(CapacityError, match=r"to write, 100 kB free") as caught:
+    with pytest.raises(CapacityError, match=r"2.2 MB to write and 2.2 MB to spare, 100 kB free on that disk") as caught:
         reshard(source, tmp_path / "out", TP2)
-    assert caught.value.exit_code == 12
-    assert not final_shards(tmp_path / "out")
+    assert caught.value.exit_code == 12 and caught.value.hint.startswith("free 4.35 MB more there, or name a folder")
+    lacking = caught.value.details["needed"] - 100_000  # type: ignore[operator]
+    assert lacking < 4_350_000
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=1 << 40, free=100_000 + 4_350_000))
+    assert reshard(source, tmp_path / "out", TP2).report.complete  # what it said was enough
+
+
+def test_overwrite_looks_for_room_before_it_removes_anything(source, unbroken, tmp_path, monkeypatch):
+    """What it replaces counts as room; a file that has another name gives none back."""
+    dest = tmp_path / "out"
+    reshard(source, dest, TP2)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=1 << 40, free=100_000))
+    with pytest.raises(CapacityError, match=r"100 kB free on that disk and 2\.\d+ MB to be replaced"):
+        reshard(source, dest, Request(ep=8), options=Options(overwrite=True))
+    assert contents(dest) == contents(unbroken) and not (dest / LEDGER_FOLDER).exists()
+    for path in final_shards(dest):
+        os.link(path, tmp_path / f"kept-{path.parent.name}-{path.name}")
+    with pytest.raises(CapacityError) as caught:
+        reshard(source, dest, Request(ep=8), options=Options(overwrite=True))
+    assert "MB to be replaced" not in caught.value.message and contents(dest) == contents(unbroken)
 
 
 def test_truncated_source(source, unbroken, tmp_path):
@@ -752,3 +773,82 @@ def test_an_interrupt_leaves_whole_files_and_resumes(source, unbroken, tmp_path)
     assert all(path.read_bytes() == (unbroken / path.relative_to(dest)).read_bytes() for path in final_shards(dest))
     assert reshard(source, dest, TP2).report.kept
     assert contents(dest) == contents(unbroken)
+
+
+# What a refused command leaves
+
+
+def files_and_folders(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+def refusals(source: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[Path], object]]:
+    """Ways in which a job is refused after its plan was made, before or while its first file is written."""
+
+    def small(_: object) -> SimpleNamespace:
+        return SimpleNamespace(total=1 << 40, free=100_000)
+
+    def without_room(run: Callable[[], object]) -> object:
+        with monkeypatch.context() as patched:
+            patched.setattr(shutil, "disk_usage", small)
+            return run()
+
+    def cut_meanwhile(dest: Path) -> object:
+        copy = shutil.copytree(source, dest.parent.parent / "damaged")
+        prepared = prepare(copy, TP2)
+        for shard in copy.glob("*.safetensors"):
+            os.truncate(shard, shard.stat().st_size - 100)
+        return carry_out(prepared, dest, options=Options(max_workers=1))
+
+    ranks = Request(tp=2, ep=2, ranks=(1,))
+    return {
+        "no room": lambda dest: without_room(lambda: reshard(source, dest, TP2)),
+        "no room for one rank": lambda dest: without_room(lambda: reshard(source, dest, ranks)),
+        "no room for a part": lambda dest: without_room(
+            lambda: reshard(source, dest, TP2, options=Options(part=Part(0, 2)))
+        ),
+        "no room, overwriting": lambda dest: without_room(
+            lambda: reshard(source, dest, TP2, options=Options(overwrite=True))
+        ),
+        "no memory": lambda dest: reshard(source, dest, TP2, options=Options(max_memory=1000)),
+        "--overwrite of a part": lambda dest: reshard(
+            source, dest, TP2, options=Options(part=Part(0, 2), overwrite=True)
+        ),
+        "a source that is cut meanwhile": cut_meanwhile,
+        "nothing to finalize": lambda dest: reshard(source, dest, TP2, options=Options(finalize=True)),
+    }
+
+
+@pytest.mark.parametrize("why", refusals(Path(), pytest.MonkeyPatch()))
+@pytest.mark.parametrize("there", [True, False], ids=["an empty folder", "no folder"])
+def test_a_refused_command_leaves_the_folder_as_it_was(source, tmp_path, monkeypatch, why, there):
+    """Whatever it was refused for, the right command follows on the same DEST."""
+    above = tmp_path / "a"
+    dest = above / "b" / "out"
+    if there:
+        dest.mkdir(parents=True)
+    before = files_and_folders(tmp_path)
+    with pytest.raises((CapacityError, UsageError, CheckpointCorrupt, PartlyDone)):
+        refusals(source, monkeypatch)[why](dest)
+    assert {name for name in files_and_folders(tmp_path) - before if not name.startswith("a/damaged")} <= {"a"}
+    assert there or not dest.parent.exists() or not any(dest.parent.iterdir())
+    assert reshard(source, dest, Request(pp=2)).report.complete
+
+
+def test_a_job_that_has_finished_a_file_keeps_its_claim(source, tmp_path, monkeypatch):
+    class Full:
+        count = 0
+
+        def __getattr__(self, _):
+            return lambda *_: None
+
+        def item(self, _):
+            self.count += 1
+            if self.count == 2:
+                raise OSError(errno.ENOSPC, "full")
+
+    with pytest.raises((CapacityError, OSError)):
+        reshard(source, tmp_path / "out", TP2, options=Options(progress=Full(), max_workers=1))
+    with pytest.raises(UsageError, match="holds the unfinished work of another command: reshard "):
+        reshard(source, tmp_path / "out", Request(pp=2))
+    assert reshard(source, tmp_path / "out", TP2).report.kept

@@ -89,11 +89,12 @@ class Ledger:
         self.part = part
         self.is_new = False
         self._locks: list[_Lock] = []
+        self._made: list[Path] = []
         self._write_lock = threading.Lock()
 
     def __enter__(self) -> Ledger:
-        self._acquire()
         try:
+            self._acquire()
             if self.part:
                 self._locks.append(self._locked(self.state / f"lock-{self.part}"))
                 with self._locked(self.state / "job.lock", wait=True):
@@ -105,6 +106,10 @@ class Ledger:
                 self._journal = open(self.state / self._journal_name, "ab", buffering=0)
                 self._journal.write(b"\n")  # ends a line that was torn
         except BaseException:
+            if self._locks and self.state in self._made and not self.part:
+                self.abandon()
+            else:
+                self._remove_made()
             self._release()
             raise
         return self
@@ -116,7 +121,8 @@ class Ledger:
     def _acquire(self) -> None:
         patience = time.monotonic() + SHARED_PATIENCE_S
         while True:
-            make_folder(self.state)
+            self._made += make_folder(self.folder)
+            self._made += make_folder(self.state)
             try:
                 taken = self._locked(self.state / "lock", shared=bool(self.part))
                 if taken.is_in_place():
@@ -156,15 +162,24 @@ class Ledger:
             job = parse_object(text, where=str(path), fail=_unknown, own=True)
             identity, facts = job.text("id"), job.mapping("facts", {})
             if identity != self.identity:
-                raise UsageError(
-                    f"{self.folder} holds the unfinished work of another command: {job.text('command', '')[:1000]}",
-                    hint="finish that one, name another folder, or start over with --overwrite",
-                )
+                raise self._another(job.text("command", "")[:1000])
             self.facts = dict(facts)
             return
         document = {"id": self.identity, "command": self.command, "facts": self.facts}
         self.is_new = True
         write_atomic(path, json.dumps(document).encode())
+
+    def _another(self, command: str) -> UsageError:
+        if command == self.command:
+            return UsageError(
+                f"{self.folder} holds the unfinished work of this command from before its source or one of its options "
+                f"changed: {command}",
+                hint="name another folder, or start over with --overwrite",
+            )
+        return UsageError(
+            f"{self.folder} holds the unfinished work of another command: {command}",
+            hint="finish that one, name another folder, or start over with --overwrite",
+        )
 
     def _clear(self) -> None:
         """Forget all of an earlier job but the locks, which are this process's own."""
@@ -222,10 +237,26 @@ class Ledger:
             self._journal.write(json.dumps(entry).encode() + b"\n")
 
     def abandon(self) -> None:
-        """The job is refused before it did anything: no claim stays, nor a folder that was made for it alone."""
+        """The job has done nothing: no claim stays, nor a folder that was made for it alone."""
         shutil.rmtree(self.state, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            self.folder.rmdir()
+        self._remove_made()
+
+    def _remove_made(self) -> None:
+        """Folders that were made for this job alone, where they are empty."""
+        for folder in sorted(self._made, key=lambda path: -len(path.parts)):
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+    def abandon_if_idle(self) -> bool:
+        """Abandon the job where no process has finished a file of it, and no other is at work. Whether it was."""
+        if not self.part:
+            idle = not self.done
+        else:
+            with self.closing():
+                idle = not self.done and self._locks[0].is_alone()
+        if idle:
+            self.abandon()
+        return idle
 
     def complete(self) -> None:
         """The job is whole: nothing of the ledger stays. Raises what refuses that: it would look like unfinished work."""

@@ -9,7 +9,7 @@ import hashlib
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
@@ -22,7 +22,7 @@ from k3tool.checkpoint.source import Source, open_source
 from k3tool.checkpoint.table import TensorTable
 from k3tool.commands import command
 from k3tool.config import K3Config
-from k3tool.errors import UsageError
+from k3tool.errors import CheckFailed, UsageError
 from k3tool.events import SILENT, Progress
 from k3tool.execute import Options, Report, SmallFile, execute, source_identity
 from k3tool.garbage import collector_paused
@@ -37,6 +37,7 @@ from k3tool.plan import Copy, Plan, Step, TensorOut, Zeros, file_job, pack
 from k3tool.readback import Readback, check_digests
 from k3tool.tokenizer import find_tokenizer
 from k3tool.transform.reshard import LAYOUT_NAME
+from k3tool.units import plural
 
 TRUNK_TYPES = ("bf16", "f16", "f32", "q8_0")
 EXPERT_TYPES = ("keep", "mxfp4", "bf16", "f16", "f32", "q8_0")
@@ -88,6 +89,7 @@ class Prepared:
     files: list[list[GgufTensor]]
     warnings: list[str]
     left_out: dict[str, dict[str, int]] = field(default_factory=dict)
+    exact: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """What a dry run shows."""
@@ -202,12 +204,11 @@ def prepare(source: str | Path | Source, options: GgufOptions) -> Prepared:
         "format": "gguf",
         "trunk": options.trunk,
         "experts": options.experts,
-        "exact": options.exact,
         "heads": hashlib.sha256(b"".join(heads)).hexdigest(),
         **source_identity(checkpoint.source, table.digest()),
     }
     plan = Plan(line, tuple(jobs), description)
-    return Prepared(plan, table, tensors, files, warnings, _left_out(table, left))
+    return Prepared(plan, table, tensors, files, warnings, _left_out(table, left), options.exact)
 
 
 def _left_out(table: TensorTable, names: Sequence[str]) -> dict[str, dict[str, int]]:
@@ -227,7 +228,11 @@ def carry_out(prepared: Prepared, dest: str | Path, *, options: Options, verify:
 
     def closing(report: Report) -> Iterator[SmallFile]:
         found = merge(report.notes.values())
-        result.changes = found if found or not report.kept else earlier_report(dest, plan.id)
+        earlier = earlier_report(dest, plan.id) if report.kept else {}
+        result.changes = found or earlier
+        if prepared.exact:
+            _check_exact(found)
+            _check_exact(earlier)
         for name in source.files():
             if _LEGAL_FILES.fullmatch(name):
                 yield SmallFile(name, source.read(name))
@@ -243,6 +248,17 @@ def carry_out(prepared: Prepared, dest: str | Path, *, options: Options, verify:
     if not result.changes:
         result.changes = merge(result.report.notes.values())
     return result
+
+
+def _check_exact(changes: Mapping[str, Changes]) -> None:
+    """Raises CheckFailed where files that an earlier run without `exact` wrote hold changed values."""
+    for component, found in changes.items():
+        if found.changed:
+            raise CheckFailed(
+                f"{component}: an earlier run without --exact changed values of {plural(found.changed, 'tensor')}"
+                + (f", such as {found.worst[0][1]}" if found.worst else ""),
+                hint="choose types that hold the values and start over with --overwrite, or leave --exact out",
+            )
 
 
 def _refuse_ranks(checkpoint: Checkpoint) -> None:

@@ -99,6 +99,43 @@ def test_refusals(
     assert not (tmp_path / "q" / "config.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        (["--latent", "nf4", "--exact"], ["--latent", "nf4"]),
+        (["--latent", "nf4", "--exact"], ["--experts", "int8"]),
+        (["--latent", "nf4", "--exact", "--ep", 2, "--rank", 1], ["--experts", "int8", "--pp", 2]),
+        (["--experts", "int4", "--max-memory", "1MB"], ["--experts", "int8"]),
+        (["--format", "gguf", "--trunk", "q8_0", "--exact"], ["--format", "gguf", "--trunk", "q8_0"]),
+        (["--format", "gguf", "--trunk", "q8_0", "--exact"], ["--format", "gguf"]),
+        (["--format", "gguf", "--trunk", "q8_0", "--exact"], ["--experts", "int8"]),
+    ],
+)
+def test_a_refused_conversion_leaves_no_claim(
+    mini: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: list[object], right: list[object]
+) -> None:
+    wrong = [*wrong, "--max-workers", 1]  # the first file is the one that is refused
+    ran = k3tool(capsys, "quantize", mini, tmp_path / "a" / "q", *wrong)
+    assert ran.code in (1, 12) and list(tmp_path.rglob("*")) == []
+    (tmp_path / "a" / "q").mkdir(parents=True)
+    assert k3tool(capsys, "quantize", mini, tmp_path / "a" / "q", *wrong).code in (1, 12)
+    assert (tmp_path / "a" / "q").is_dir() and not any((tmp_path / "a" / "q").iterdir())
+    assert k3tool(capsys, "quantize", mini, tmp_path / "a" / "q", *right).code == 0
+
+
+@pytest.mark.parametrize("options", [["--latent", "nf4"], ["--format", "gguf", "--trunk", "q8_0"]])
+def test_a_bound_that_a_finished_result_breaks_is_no_claim_on_it(
+    mini: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    """Nor is what was written without the bound taken for what keeps it."""
+    assert k3tool(capsys, "quantize", mini, tmp_path / "q", *options).code == 0
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "q").iterdir()}
+    ran = k3tool(capsys, "quantize", mini, tmp_path / "q", *options, "--exact")
+    assert ran.code == 1 and "an earlier run without --exact changed values of" in ran.err
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "q").iterdir()}
+    assert k3tool(capsys, "quantize", mini, tmp_path / "q", *options).code == 0
+
+
 def test_a_broken_bound_shows_the_components(mini: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ran = k3tool(capsys, "quantize", mini, tmp_path / "q", "--latent", "nf4", "--max-rel-error", "0.05", "--json")
     assert ran.json["components"]["latent"]["relative_error"] > 0.05
