@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 from k3tool.activations import Activations
 from k3tool.checkpoint.origin import names_of
 from k3tool.checkpoint.reader import CONFIG_NAME
-from k3tool.checkpoint.source import Source, open_source
+from k3tool.checkpoint.source import Source, open_source, opened_source
 from k3tool.checkpoint.writer import write_atomic
 from k3tool.config import K3Config
 from k3tool.disk import make_folder
@@ -304,21 +303,6 @@ def quantize(
             calibrated=calibrated, device=device,
         )  # fmt: skip
         return carry_out(job, dest, max_rel_error=max_rel_error, options=options or Options(progress=progress))
-
-
-@contextmanager
-def opened_source(source: str | Path | Source) -> Iterator[Source]:
-    """What the user named, opened and closed again; a Source is left to whoever opened it."""
-    if not isinstance(source, (str, Path)):
-        yield source
-        return
-    opened = open_source(source)
-    try:
-        yield opened
-    finally:
-        close = getattr(opened, "close", None)
-        if close is not None:
-            close()
 
 
 def carry_out(

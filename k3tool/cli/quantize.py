@@ -112,7 +112,8 @@ def command(
         _refuse(
             {"--trunk": trunk, "--vocabulary": vocabulary}, "--format safetensors", "add --format gguf, or leave it out"
         )
-        from k3tool.quantize import carry_out, default_shard_bytes, opened_source, prepare
+        from k3tool.checkpoint.source import opened_source
+        from k3tool.quantize import carry_out, default_shard_bytes, prepare
         from k3tool.reshard import Request
         from k3tool.transform.quantize_policy import make_policy
 
