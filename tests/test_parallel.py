@@ -27,6 +27,7 @@ from k3tool.parallel.groups import Group
 from k3tool.parallel.link import joined
 from k3tool.reshard import Request, reshard
 from k3tool.synthetic import tiny_config, write_checkpoint
+from k3tool.tokenizer import load_tokenizer
 from tests.helpers import k3tool
 from tests.model.edit import edit_checkpoint
 from tests.ranks import (
@@ -265,6 +266,17 @@ def test_under_torchrun(count: int, layout: Layout, home: Path, whole: dict[str,
     found = load_file(out)
     assert relative(found["logits"], expected.logits) < 1e-5
     assert relative(found["decode_logits"], expected.decode_logits) < 1e-5
+
+
+def test_a_stop_text_ends_all_ranks(home: Path, whole: dict[str, Any], tmp_path: Path):
+    """Only rank 0 knows the text."""
+    tokens = whole["released"].token_ids
+    stop = load_tokenizer(home / "released").decode(tokens[1:2])
+    arguments = run_arguments(home / name_of("released", Layout(tp=2)), "--ignore-eos", "--stop", stop, "--json")
+    with started(tmp_path, 2, command_line, *arguments) as ranks:
+        assert ranks.wait().codes == [0, 0], ranks.err
+    document = json.loads(ranks.out[0])
+    assert document["token_ids"] == tokens[:2] and document["stop_reason"] == stop
 
 
 def test_kernels_are_checked_on_every_rank(home: Path, tmp_path: Path):

@@ -141,6 +141,8 @@ def check_text(option: str, text: str) -> None:
 def read_text(name: str) -> str:
     """The text of a prompt file, or of stdin for `-`, without a byte order mark. Raises UsageError."""
     fail: Fail = _too_large
+    if name == "-" and sys.stdin is None:
+        raise UsageError("there is no stdin to read a prompt from: it is closed", hint="name a file, or give --prompt")
     try:
         if name == "-":
             data = read_stream(sys.stdin.buffer.read, MAX_PROMPT_BYTES, where="stdin", fail=fail)
@@ -148,7 +150,7 @@ def read_text(name: str) -> str:
             data = read_file(Path(name), MAX_PROMPT_BYTES, fail=fail)
         return data.decode("utf-8-sig")
     except OSError as error:
-        raise UsageError(f"cannot read {name}: {error.strerror}", hint="name a text file") from None
+        raise UsageError(f"cannot read {name}: {error.strerror or error}", hint="name a text file") from None
     except UnicodeDecodeError as error:
         raise UsageError(f"{name} is not UTF-8 text (byte {error.start})", hint="convert it to UTF-8") from None
 

@@ -402,6 +402,17 @@ def test_a_prompt_is_bounded(speaker: Path, tmp_path: Path, capsys, monkeypatch)
     assert ran.code == 2 and "stdin: more than 1000 bytes" in ran.err
 
 
+def test_a_stdin_that_cannot_be_read(speaker: Path, tmp_path: Path, capsys, monkeypatch):
+    command = ("run", speaker, "--prompt-file", "-")
+    monkeypatch.setattr(sys, "stdin", None)
+    ran = k3tool(capsys, *command)
+    assert ran.code == 2 and "it is closed" in ran.err
+    with open(tmp_path / "for-writing", "wb") as write_only:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(write_only))
+        ran = k3tool(capsys, *command)
+    assert ran.code == 2 and "cannot read -: " in ran.err and "None" not in ran.err
+
+
 def test_top_k(mini: Path, capsys):
     def sampled(*options: object) -> list[int]:
         command = ("run", mini, "--input-ids", "7,8,9", "--max-new-tokens", 8, "--ignore-eos", "--json", *options)
