@@ -225,6 +225,17 @@ def test_a_tiny_top_p_leaves_the_first_token(top_p):
     assert {sample(flat, temperature, top_p) for temperature in (1e-300, 1e-6, 1.0) for _ in range(20)} == {123}
 
 
+def test_a_processor_that_takes_the_smallest_numbers_for_zero_samples_too():
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot be told to")
+    try:
+        logits = torch.tensor([1.0, 3.0, 2.0])
+        assert {sample(logits, temperature, 5e-324) for temperature in (5e-324, 1.0)} == {1}
+        assert sample(logits, 5e-324) == 1
+    finally:
+        torch.set_flush_denormal(False)
+
+
 def test_top_p_just_below_one_keeps_every_token_that_counts():
     logits = torch.zeros(4)
     generator = torch.Generator().manual_seed(1)
