@@ -39,6 +39,8 @@ SPARE_FILES = 64  # open beside those of the workers: the ledger, sockets, libra
 LEAST_BUFFER_BYTES = 256 << 10
 REMOTE_WINDOW_BYTES = 32 << 20
 INTERPRETER_BYTES = 64 << 20  # what Python and numpy themselves hold, where it cannot be measured
+WORKER_BYTES = 2 << 20  # its stack, its descriptors, what the allocator keeps for it
+SPARE_BYTES = 8 << 20  # what one run holds more than the next
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ class Options:
     max_workers: threads; None takes one per core. max_memory: bytes of resident memory the whole process is held to.
     part: this process's share of the files. finalize: write no file of the plan, only what comes after them.
     summarize: turns what a file's transforms measured into the JSON that is kept with the file.
-    reclaimer: frees source shards as their readers become durable.
+    reclaimer: frees source shards as their readers become durable. load: asked before memory is bounded: brings in all that
+    the transforms use, so that it counts, and returns the bytes that will be held until the end beside steps and buffers.
     """
 
     max_workers: int | None = None
@@ -67,6 +70,7 @@ class Options:
     progress: Progress = SILENT
     summarize: Callable[[list[Any]], Any] = list
     reclaimer: Reclaimer | None = None
+    load: Callable[[], int] | None = None
 
 
 @dataclass
@@ -180,17 +184,20 @@ def allowance(jobs: Sequence[FileJob], source: Source, options: Options) -> tupl
     remote = source.local_path("") is None
     if options.max_memory is None:
         return workers, REMOTE_WINDOW_BYTES if remote else BUFFER_BYTES
-    free = options.max_memory - max(resident_memory(), INTERPRETER_BYTES)
+    later = options.load() if options.load else 0
+    free = options.max_memory - max(resident_memory(), INTERPRETER_BYTES) - later - SPARE_BYTES
     buffers = 3 if remote else 2
     wish = REMOTE_WINDOW_BYTES if remote else BUFFER_BYTES
-    while workers > 1 and workers * (step_bytes + buffers * LEAST_BUFFER_BYTES * 4) > free:
+    each = step_bytes + WORKER_BYTES
+    while workers > 1 and workers * (each + buffers * LEAST_BUFFER_BYTES * 4) > free:
         workers -= 1
-    buffer_bytes = min(wish, (free - workers * step_bytes) // (workers * buffers))
+    buffer_bytes = min(wish, (free - workers * each) // (workers * buffers))
     if buffer_bytes < LEAST_BUFFER_BYTES:
-        needed = step_bytes + buffers * LEAST_BUFFER_BYTES + options.max_memory - free
+        needed = options.max_memory - free + each + buffers * LEAST_BUFFER_BYTES
+        needed = -(-(needed + SPARE_BYTES) // 1_000_000)  # what is held already differs from run to run
         raise CapacityError(
-            f"--max-memory {format_bytes(options.max_memory)} is too little: one worker needs {format_bytes(needed)}",
-            hint=f"give at least --max-memory {needed}",
+            f"--max-memory {format_bytes(options.max_memory)} is too little: one worker needs {needed} MB",
+            hint=f"give --max-memory {needed}MB or more",
         )
     return workers, buffer_bytes
 

@@ -345,7 +345,7 @@ def carry_out(
         prepared.opened.form.tensors,
         Path(dest),
         closing=closing,
-        options=replace(options, summarize=list),
+        options=replace(options, summarize=list, load=prepared.resharder.load),
         only=None if prepared.request.ranks is None else lambda item: item.path in wanted,
         manifest={"quantization": job.change.policy.as_json()},
         revision=getattr(prepared.opened.source, "commit", None),

@@ -21,7 +21,7 @@ from k3tool.checkpoint.source import LocalSource
 from k3tool.checkpoint.table import Tensors, TensorTable
 from k3tool.disk import disk_errors, refusal
 from k3tool.errors import CheckFailed
-from k3tool.execute import BUFFER_BYTES, Options, Report, allowance
+from k3tool.execute import LEAST_BUFFER_BYTES, Options, Report, allowance
 from k3tool.layout import rank_folder
 from k3tool.names import TensorName
 from k3tool.plan import FileJob, Step, TensorOut, carry
@@ -242,7 +242,8 @@ def _compare(report: Readback, jobs: Sequence[FileJob], stored: Stored, options:
     source = stored.resharder.form.tensors
     progress = options.progress
     progress.started("verify", sum(job.data_bytes for job in jobs))
-    workers, _ = allowance((), source.source, options)
+    workers, room = allowance(jobs, source.source, options)
+    room = max(room // 2, LEAST_BUFFER_BYTES)  # there are two sides
     stop = threading.Event()
     lock = threading.Lock()
     failures: list[BaseException] = []
@@ -256,8 +257,8 @@ def _compare(report: Readback, jobs: Sequence[FileJob], stored: Stored, options:
         progress.advanced("verify", amount)
 
     def loop() -> None:
-        made = StepDigester(source, buffer_bytes=BUFFER_BYTES, stop=stop, advanced=lambda _: None)
-        read = StepDigester(stored.tensors, buffer_bytes=BUFFER_BYTES, stop=stop, advanced=advanced)
+        made = StepDigester(source, buffer_bytes=room, stop=stop, advanced=lambda _: None)
+        read = StepDigester(stored.tensors, buffer_bytes=room, stop=stop, advanced=advanced)
         try:
             while not stop.is_set() and (held := chunk()):
                 for one in held:

@@ -40,6 +40,7 @@ from k3tool.plan import Compute, Plan, TensorOut, carry, file_job, whole
 from k3tool.reshard import Request, carry_out, prepare, read_back, reshard
 from k3tool.synthetic import tiny_config, write_checkpoint
 from k3tool.transform.base import Applied
+from k3tool.units import parse_size
 
 TP2 = Request(tp=2, ep=2, max_shard_bytes=60_000)
 
@@ -490,13 +491,36 @@ def test_memory_limit_lowers_buffers_and_workers_or_refuses(source, tmp_path):
     assert allowance(prepared.plan.jobs, local, Options(max_workers=99))[0] == len(prepared.plan.batches())
     workers, buffer_bytes = allowance(prepared.plan.jobs, local, Options(max_workers=8, max_memory=10**10))
     assert (workers, buffer_bytes) == (8, 2 << 20)
-    from k3tool.execute import INTERPRETER_BYTES, resident_memory
+    from k3tool.execute import INTERPRETER_BYTES, SPARE_BYTES, WORKER_BYTES, resident_memory
 
-    held = max(resident_memory(), INTERPRETER_BYTES)
-    workers, buffer_bytes = allowance(prepared.plan.jobs, local, Options(max_workers=8, max_memory=held + (5 << 20)))
-    assert 1 <= workers < 8 and workers * 2 * buffer_bytes <= 5 << 20
-    with pytest.raises(CapacityError, match="--max-memory 1 MB is too little"):
+    held = max(resident_memory(), INTERPRETER_BYTES) + SPARE_BYTES
+    room = 12 << 20
+    workers, buffer_bytes = allowance(prepared.plan.jobs, local, Options(max_workers=8, max_memory=held + room))
+    assert 1 <= workers < 8 and workers * (2 * buffer_bytes + WORKER_BYTES) <= room + (4 << 20)
+    with pytest.raises(CapacityError, match="--max-memory 1 MB is too little") as refused:
         reshard(source, tmp_path / "out", TP2, options=Options(max_memory=1_000_000))
+    figure = parse_size(refused.value.hint.split("--max-memory ")[1].split()[0])
+    assert f"one worker needs {figure // 1_000_000} MB" in refused.value.message
+    assert reshard(source, tmp_path / "out", TP2, options=Options(max_memory=figure)).report.complete
+
+
+def test_what_is_loaded_later_counts(source):
+    prepared = prepare(source, TP2)
+    asked = []
+
+    def load():
+        asked.append(True)
+        return 50 << 20
+
+    def needed(options):
+        with pytest.raises(CapacityError) as refused:
+            allowance(prepared.plan.jobs, LocalSource(source), options)
+        return parse_size(refused.value.hint.split("--max-memory ")[1].split()[0])
+
+    without = needed(Options(max_memory=1))
+    assert without + (49 << 20) < needed(Options(max_memory=1, load=load)) < without + (56 << 20)
+    allowance(prepared.plan.jobs, LocalSource(source), Options(load=load))  # without a bound nothing is loaded ahead
+    assert asked == [True]
 
 
 # Transforms

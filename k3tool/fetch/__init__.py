@@ -45,7 +45,7 @@ from k3tool.fetch.target import Target, whole_file
 from k3tool.fetch.transfer import Outcome
 from k3tool.hub import HubSource, Listing, RetryPolicy
 from k3tool.hub.retry import Clock
-from k3tool.units import format_bytes, format_ranges, parse_ranges, parse_size
+from k3tool.units import format_ranges, parse_ranges, parse_size
 
 __all__ = ["FetchResult", "fetch"]
 
@@ -362,6 +362,6 @@ def _workers(wanted: int, max_memory: str | None) -> int:
     if allowed < 1:
         raise CapacityError(
             f"--max-memory {max_memory} ({bound} bytes) is below the {BASE_MEMORY + WORKER_MEMORY} bytes that one worker needs",
-            hint=f"give at least {format_bytes(BASE_MEMORY + WORKER_MEMORY)}",
+            hint=f"give --max-memory {BASE_MEMORY + WORKER_MEMORY} or more",
         )
     return min(wanted, allowed)

@@ -33,9 +33,10 @@ from k3tool.gguf.report import REPORT_NAME, Changes, components, earlier_report,
 from k3tool.gguf.vocabulary import chat_template, no_keys, number_keys, tokenizer_keys
 from k3tool.names import component_of, parse_name
 from k3tool.parts import Part
-from k3tool.plan import Copy, Plan, Step, TensorOut, Zeros, file_job, pack
+from k3tool.plan import Compute, Copy, Plan, Step, TensorOut, Zeros, file_job, pack
 from k3tool.readback import Readback, check_digests
 from k3tool.tokenizer import find_tokenizer
+from k3tool.transform.gguf import load
 from k3tool.transform.reshard import LAYOUT_NAME
 from k3tool.units import plural
 
@@ -90,6 +91,12 @@ class Prepared:
     warnings: list[str]
     left_out: dict[str, dict[str, int]] = field(default_factory=dict)
     exact: bool = False
+
+    def load(self) -> int:
+        """See `k3tool.execute.Options`."""
+        firsts = (tensor.steps[0] for tensor in self.tensors)
+        load(step.transform for step in firsts if isinstance(step, Compute))
+        return 0
 
     def as_json(self) -> dict[str, Any]:
         """What a dry run shows."""
@@ -239,7 +246,7 @@ def carry_out(prepared: Prepared, dest: str | Path, *, options: Options, verify:
         yield SmallFile(REPORT_NAME, report_file(plan.id, result.changes))
 
     revision = getattr(source, "commit", None)
-    options = replace(options, summarize=summarize)
+    options = replace(options, summarize=summarize, load=prepared.load)
     result.report = execute(plan, prepared.table, dest, closing=closing, options=options, revision=revision)
     if verify:
         result.readback = check_digests(dest, result.report, options)

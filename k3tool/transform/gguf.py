@@ -6,8 +6,8 @@ Re-pairing moves nibbles and changes no value. A change of type that can round i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -156,6 +156,22 @@ class Recode:
             else "choose --trunk bf16"
         )
         return kind(f"{self.tensor}: {what}", hint=hint, tensor=self.tensor)
+
+
+def load(transforms: Iterable[object]) -> None:
+    """Bring in everything that these use: one of each kind is tried on a small matrix."""
+    tried: set[str] = set()
+    for transform in transforms:
+        if not isinstance(transform, (Repack, Recode)) or transform.describe() in tried:
+            continue
+        tried.add(transform.describe())
+        if isinstance(transform, Recode):
+            transform = replace(transform, columns=GROUP, exact=False)
+        dtype = MXFP4_SOURCE if isinstance(transform, Repack) else transform.source
+        if dtype == MXFP4_SOURCE:
+            transform.apply((np.zeros(GROUP * GROUP // 2, np.uint8), np.full(GROUP, 127, np.uint8)))
+        else:
+            transform.apply((np.zeros(GROUP * GROUP, NUMPY_DTYPES[dtype]).view(np.uint8),))
 
 
 def can_round(source: str, target: str) -> bool:

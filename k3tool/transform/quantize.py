@@ -32,6 +32,7 @@ from k3tool.transform.split import Cut, Rule, Splitter, parsed, unit_of
 
 NATIVE = ("mxfp4", "bf16", "f16", "f32")  # may become anything; other schemes may only be decoded
 COMPENSATED = ("int4", "int8", "nvfp4", "nvfp4-modelopt", "mxfp4", "fp8-channel", "fp8-block")  # by `--calibrated`
+ROW_BYTES = 1100  # of what is reported of one module
 _DTYPES = {"bf16": "BF16", "f16": "F16", "f32": "F32"}
 
 
@@ -307,6 +308,16 @@ class QuantizingResharder(Resharder):
             assert first is not None
             at.extend(range(first, first + len(items) - len(at)))
         return items, at
+
+    def load(self) -> int:
+        """One conversion of each kind is tried on a small matrix. What is held until the end are the rows of the report."""
+        tried: set[Any] = set()
+        for path, converting in self.quantized.changing.items():
+            kind = converting.scheme, converting.choice, is_recorded(path), is_compensated(path, converting)
+            if kind not in tried:
+                tried.add(kind)
+                self._convert((path,), 0).transform.load()
+        return ROW_BYTES * len(self.quantized.changing)
 
     def unit(self, text: str) -> str:
         return self.partners.unit(text) or unit_of(text)

@@ -15,10 +15,14 @@ from k3tool import formats
 from k3tool.activations import Activations
 from k3tool.checkpoint.table import Kind
 from k3tool.errors import CheckFailed
-from k3tool.transform.base import Applied
+from k3tool.transform.base import Applied, TensorOut
 from k3tool.transform.quantize_policy import Choice
 
-SCRATCH_BYTES = 16 << 20  # tables, indices and one tile of float32 rows
+SCRATCH_BYTES = 16 << 20  # tables and one tile of float32 rows
+TALLIED, RECOGNIZED = (
+    1.35,
+    0.3,
+)  # held beside MXFP4 while its codes are counted, and beside plain values that may be MXFP4
 WEIGHING_BYTES = 32 << 20  # the same tile in float64, before and after
 
 
@@ -94,11 +98,23 @@ class Convert:
 
     @property
     def working_bytes(self) -> int:
+        held = SCRATCH_BYTES
+        for work in self.works:
+            stored = sum(TensorOut(part, kind.dtype, kind.shape).nbytes for part, kind in work.converting.parts)
+            held += int(stored * (TALLIED if work.converting.scheme == "mxfp4" else RECOGNIZED))
         if self.calibrated:
             from k3tool.formats.compensate import working_bytes
 
-            return SCRATCH_BYTES + working_bytes(self.works[0].converting.shape[1])
-        return SCRATCH_BYTES if self.activations is None else SCRATCH_BYTES + WEIGHING_BYTES
+            return held + working_bytes(self.works[0].converting.shape[1])
+        return held if self.activations is None else held + WEIGHING_BYTES
+
+    def load(self) -> None:
+        """Bring in everything that `apply` uses."""
+        from k3tool.formats.loading import load
+
+        scheme = self.works[0].converting.scheme
+        weighted = self.activations is not None
+        load(scheme, self._target(), weighted=weighted, calibrated=self.calibrated, device=self.device)
 
     def _target(self) -> Any:
         from k3tool.formats.convert import Target

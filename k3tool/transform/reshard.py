@@ -267,6 +267,10 @@ class Resharder:
             found = self._cuts[key] = (here, self.splitter.cut(name, rule, kind, self.target.tp))
         return found
 
+    def load(self) -> int:
+        """Bring in what the steps use, for `k3tool.execute.Options`."""
+        return 0
+
     def rule(self, name: TensorName) -> Rule:
         rule = self.splitter.rule(name)
         if rule is None:
