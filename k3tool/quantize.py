@@ -7,6 +7,8 @@ index and the configuration are written, so that a broken bound leaves no checkp
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -34,7 +36,7 @@ from k3tool.transform.quantize import QuantizedForm, QuantizingResharder
 from k3tool.transform.quantize_card import CARD_NAME, MAX_CARD_BYTES, SOURCE_CARD_NAME, model_card
 from k3tool.transform.quantize_config import Section
 from k3tool.transform.quantize_html import html_page, name_inside
-from k3tool.transform.quantize_policy import COMPONENTS, Policy, make_policy
+from k3tool.transform.quantize_policy import Policy, make_policy
 from k3tool.transform.quantize_report import REPORT_NAME, Row
 from k3tool.transform.quantize_warnings import crossing, harmful, idle
 from k3tool.transform.reshard import Form, Resharder
@@ -60,18 +62,14 @@ class Change:
 
     @property
     def options(self) -> str:
-        said = [
-            f"--{name} {self.policy.components[name].scheme}" for name in COMPONENTS if name in self.policy.components
-        ]
-        if self.policy.rules:
-            said.append(f"--recipe ({len(self.policy.rules)} rules)")
+        said = list(self.policy.options)
         if not self.search:
-            said.append("--scales plain")
+            said += ["--scales", "plain"]
         if self.activations is not None:
-            said.append(f"--activations {self.activations.path.name}")
+            said += ["--activations", os.path.abspath(self.activations.path)]
         if self.calibrated:
             said.append("--calibrated")
-        return " ".join(said)
+        return shlex.join(said)
 
     @property
     def bytes_in(self) -> int:

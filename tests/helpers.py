@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from k3tool.cli import app
+from tests import hints
 
 
 def raw_shard(header: Any, data: bytes = b"", *, length: int | None = None) -> bytes:
@@ -53,6 +54,7 @@ def k3tool(capsys: pytest.CaptureFixture[str], *arguments: object) -> Ran:
     capsys.readouterr()
     code = app.run([str(argument) for argument in arguments])
     out, err = capsys.readouterr()
+    hints.follow(out, err)
     return Ran(code, out, err)
 
 
@@ -65,4 +67,5 @@ def k3tool_process(*arguments: object, **environment: str) -> Ran:
         env={**os.environ, **environment},
         timeout=300,
     )
+    hints.follow(done.stdout, done.stderr)
     return Ran(done.returncode, done.stdout, done.stderr)

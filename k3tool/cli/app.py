@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from k3tool.cli import signals, streams
 from k3tool.cli.output import begin, print_failure
+from k3tool.commands import command as line
 from k3tool.disk import GOES_ON, STARTS_OVER, refusal
 from k3tool.errors import (
     EXIT_BUG,
@@ -156,9 +157,7 @@ class _Bug(K3Error):
 def _usage(arguments: list[str], error: Exception) -> UsageError:
     message = error.format_message() if hasattr(error, "format_message") else str(error)  # type: ignore[attr-defined]
     name = _command_of(arguments)
-    return UsageError(
-        message.strip().rstrip("."), hint=f"k3tool {name} --help" if name in COMMANDS else "k3tool --help"
-    )
+    return UsageError(message.strip().rstrip("."), hint=line(*([name] if name in COMMANDS else []), "--help"))
 
 
 def _command_of(arguments: list[str]) -> str:

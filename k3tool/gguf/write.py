@@ -206,7 +206,6 @@ def prepare(source: str | Path | Source, options: GgufOptions) -> Prepared:
         file_job(_file_name(stem, number, len(files)), FileSteps(held), metadata={}, head=head)
         for number, (held, head) in enumerate(zip(files, heads, strict=True))
     ]
-    line = f"quantize {checkpoint.source.label} --format gguf --trunk {options.trunk} --experts {options.experts}"
     description = {
         "format": "gguf",
         "trunk": options.trunk,
@@ -214,8 +213,17 @@ def prepare(source: str | Path | Source, options: GgufOptions) -> Prepared:
         "heads": hashlib.sha256(b"".join(heads)).hexdigest(),
         **source_identity(checkpoint.source, table.digest()),
     }
-    plan = Plan(line, tuple(jobs), description)
+    plan = Plan(_command(checkpoint.source.label, options), tuple(jobs), description)
     return Prepared(plan, table, tensors, files, warnings, _left_out(table, left), options.exact)
+
+
+def _command(label: str, options: GgufOptions) -> str:
+    """What writes the same files again, without its DEST."""
+    vocabulary = "" if options.vocabulary == "auto" else f" --vocabulary {options.vocabulary}"
+    return (
+        f"quantize {label} --format gguf --trunk {options.trunk} --experts {options.experts} "
+        f"--max-shard-size {options.max_file_bytes}{vocabulary}{' --exact' if options.exact else ''}"
+    )
 
 
 def _left_out(table: TensorTable, names: Sequence[str]) -> dict[str, dict[str, int]]:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from k3tool.commands import command
 from k3tool.errors import CheckpointMissing, K3Error, RemoteError
 from k3tool.events import aside
 from k3tool.hub.cache import cached_snapshot, list_snapshot
@@ -150,7 +151,8 @@ class HubSource:
         file = self.listing.files.get(name)
         if file is None:
             raise CheckpointMissing(
-                f"{self.label} at commit {self.commit[:12]} has no file {name}", hint="k3tool inspect lists what it has"
+                f"{self.label} at commit {self.commit[:12]} has no file {name}",
+                hint=f"see what it holds: {command('inspect', self.label)}",
             )
         return file
 
@@ -229,5 +231,6 @@ class HubSource:
 
     def _beyond(self, name: str, offset: int, length: int, size: int) -> CheckpointMissing:
         return CheckpointMissing(
-            f"{self.label}: {name} has {size} bytes, needed up to {offset + length}", hint="k3tool inspect checks it"
+            f"{self.label}: {name} has {size} bytes, needed up to {offset + length}",
+            hint=f"see what it holds: {command('inspect', self.label)}",
         )

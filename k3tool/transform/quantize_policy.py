@@ -15,6 +15,7 @@ What is not named is not touched. A recipe is TOML:
 from __future__ import annotations
 
 import errno
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -62,10 +63,12 @@ class Rule:
 
 @dataclass(frozen=True)
 class Policy:
-    """components: of `COMPONENTS`, what is not there is kept. rules: over them, the last that covers a module counts."""
+    """components: of `COMPONENTS`, what is not there is kept. rules: over them, the last that covers a module counts.
+    options: the words of the command line that ask for it again."""
 
     components: Mapping[str, Choice] = field(default_factory=dict)
     rules: tuple[Rule, ...] = ()
+    options: tuple[str, ...] = field(default=(), compare=False)
 
     def choice(self, name: TensorName) -> Choice:
         """For the module that owns a tensor."""
@@ -122,12 +125,15 @@ def make_policy(options: Mapping[str, str | None], recipe: str | Path | None = N
     CheckpointMissing for a recipe that cannot be read."""
     components: dict[str, Choice] = {}
     rules: tuple[Rule, ...] = ()
+    said: list[str] = []
     if recipe is not None:
+        said += ["--recipe", os.path.abspath(recipe)]
         components, rules = parse_recipe(_read(Path(recipe)), where=str(recipe))
     for component, scheme in options.items():
         if scheme is not None:
             components[component] = Choice(check_scheme(scheme, what=f"--{component}"))
-    return Policy(components, rules)
+            said += [f"--{component}", scheme]
+    return Policy(components, rules, tuple(said))
 
 
 def _read(path: Path) -> bytes:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from k3tool.commands import command
 from tests.helpers import k3tool_process
 
 
@@ -49,5 +50,5 @@ def test_what_cannot_be_said_disturbs_nothing(where: str, mini: Path, tmp_path: 
 
 def test_the_name_typed_is_in_the_document():
     done = k3tool_process("fetsch", "--json")
-    assert done.code == 2 and done.json["command"] == "fetsch" and done.json["error"]["hint"] == "k3tool --help"
+    assert done.code == 2 and done.json["command"] == "fetsch" and done.json["error"]["hint"] == command("--help")
     assert k3tool_process("--nope", "--json").json["command"] == ""
