@@ -105,6 +105,13 @@ def tp_placement(layout: Layout, node_gpus: int) -> int:
     return WHOLE_NODES if layout.tp % node_gpus == 0 else STRADDLES
 
 
+def straddling(layout: Layout, node_gpus: int) -> str:
+    """What to add to a reason where TP groups are in parts of several nodes; else nothing."""
+    if tp_placement(layout, node_gpus) != STRADDLES:
+        return ""
+    return f"; TP {layout.tp} straddles nodes of {node_gpus} GPUs"
+
+
 def rank_folder(rank: int, ranks: int) -> str:
     """`rank-00003-of-00016`, counted from 0."""
     return f"rank-{rank:05d}-of-{ranks:05d}"
@@ -300,7 +307,8 @@ def choose(
     if total == given:
         layout = Layout(tp or 1, ep or 1, pp or 1)
         check(config, layout, redundant)
-        return Choice(layout, "as given" if total > 1 or not free else "nothing is divided")
+        reason = "as given" if total > 1 or not free else "nothing is divided"
+        return Choice(layout, reason + straddling(layout, node_gpus))
     possible = candidates(config, total, tp, ep, pp, node_gpus=node_gpus, redundant=redundant)
     if not possible:
         raise _none_possible(config, total, tp, ep, pp, redundant)
@@ -384,7 +392,7 @@ def _given(tp: int | None, ep: int | None, pp: int | None) -> str:
 def _why(layout: Layout, free: list[str], count: int, node_gpus: int) -> str:
     if count == 1:
         given = " with what was given" if len(free) < 3 else ""
-        return f"the only possible layout of {plural(layout.ranks, 'GPU')}{given}"
+        return f"the only possible layout of {plural(layout.ranks, 'GPU')}{given}{straddling(layout, node_gpus)}"
     words: list[str] = []
     if layout.tp > 1:
         words.append(f"TP {layout.tp} {_where(layout, node_gpus)} and splits every large matrix")

@@ -161,7 +161,8 @@ class Finder:
                     if first is None
                     else f"needs {format_bytes(first.largest_bytes)} on its largest rank"
                 )
-                return better.layout, f"{choice.layout} would be preferred but {why}; {better.layout} fits"
+                crossing = layouts.straddling(better.layout, self.node_gpus)
+                return better.layout, f"{choice.layout} would be preferred but {why}; {better.layout} fits{crossing}"
         if first is None:
             self.inventory.weights(choice.layout)  # raises, naming the tensor
         return choice.layout, choice.reason
@@ -195,11 +196,15 @@ class Finder:
         copies = f" and {plural(self.redundant, 'redundant expert')}" if self.redundant else ""
         said = f"{plural(count, 'GPU')} {'is' if count == 1 else 'are'} the fewest that hold it with {self.card} each{copies}"
         if even is None or even.layout.ranks == count:
-            return fewest.layout, said
+            return fewest.layout, said + layouts.straddling(fewest.layout, self.node_gpus)
         node = f"in whole nodes of {self.node_gpus}"
         if even.layout.ranks < self.node_gpus:
             node = f"that divide a node of {self.node_gpus} evenly"
-        return even.layout, f"{said} ({fewest.layout}); {even.layout.ranks} are recommended, the fewest {node}"
+        crossing = layouts.straddling(even.layout, self.node_gpus)
+        return (
+            even.layout,
+            f"{said} ({fewest.layout}); {even.layout.ranks} are recommended, the fewest {node}{crossing}",
+        )
 
     @cached_property
     def fewest(self) -> Option | None:

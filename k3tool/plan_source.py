@@ -133,7 +133,7 @@ def _remote_tensors(checkpoint: Checkpoint, progress: Progress) -> Iterator[tupl
 
 
 def _disagree(what: str) -> CheckpointCorrupt:
-    return CheckpointCorrupt(what, hint="k3tool verify lists every disagreement")
+    return CheckpointCorrupt(what, hint="its publisher has to mend it: index and headers must agree")
 
 
 def _of_ranks(checkpoint: Checkpoint, text: str) -> PlanSource:

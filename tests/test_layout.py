@@ -208,6 +208,9 @@ def test_placement_is_what_counting_nodes_gives(tp, groups, node):
 def test_a_group_that_straddles_nodes_is_not_called_inside(k3):
     assert "TP 6 straddles nodes of 8" in choose(k3, 24, tp=6).reason
     assert "TP 16 spans 2 whole nodes of 8" in choose(k3, 32, tp=16).reason
+    assert choose(k3, 12, 6, 2, 1).reason == "as given; TP 6 straddles nodes of 8 GPUs"
+    assert choose(k3, 12, 6, 2, 1, node_gpus=6).reason == choose(k3, 16, 8, 2, 1).reason == "as given"
+    assert choose(k3, 66, 3, 2).reason.endswith("what was given; TP 3 straddles nodes of 8 GPUs")
     order = candidates(k3, 24)
     assert order.index(Layout(8, 1, 3)) < order.index(Layout(24, 1, 1)) < order.index(Layout(6, 4, 1))
 

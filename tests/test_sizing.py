@@ -377,6 +377,13 @@ def test_nodes_of_other_sizes(k3: Inventory):
     assert single.layout.ranks == 12 and "12 are recommended, the fewest that divide a node of 72" in single.reason
 
 
+def test_a_layout_that_straddles_nodes_is_taken_only_where_no_other_fits_and_called_so(k3: Inventory):
+    plan = plan_deployment(k3, source="k3", gpus=84, card=parse_card("24GB"))
+    assert plan.fits and plan.layout == Layout(6, 1, 14)
+    assert plan.reason.endswith("TP6 x EP1 x PP14 fits; TP 6 straddles nodes of 8 GPUs")
+    assert "straddles" not in plan_deployment(k3, source="k3", gpus=84, card=parse_card("24GB"), node_gpus=6).reason
+
+
 def test_few_gpus_and_no_answer(k3: Inventory):
     tiny = Inventory.from_config(K3Config.from_dict(tiny_config()))
     assert plan_deployment(tiny, source="x", card=parse_card("1GB")).reason.startswith("1 GPU is the fewest that hold")
