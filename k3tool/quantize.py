@@ -33,11 +33,12 @@ from k3tool.reshard import prepare as prepare_reshard
 from k3tool.transform import quantize_config, quantize_report
 from k3tool.transform.forms import Opened
 from k3tool.transform.quantize import QuantizedForm, QuantizingResharder
-from k3tool.transform.quantize_card import CARD_NAME, MAX_CARD_BYTES, SOURCE_CARD_NAME, model_card
+from k3tool.transform.quantize_card import CARD_NAME, SOURCE_CARD_NAME, model_card, source_card_of
 from k3tool.transform.quantize_config import Section
 from k3tool.transform.quantize_html import html_page, name_inside
 from k3tool.transform.quantize_policy import Policy, make_policy
 from k3tool.transform.quantize_report import REPORT_NAME, Row
+from k3tool.transform.quantize_step import Converting
 from k3tool.transform.quantize_warnings import crossing, harmful, idle
 from k3tool.transform.reshard import Form, Resharder
 from k3tool.transform.split import Splitter
@@ -129,6 +130,11 @@ class PreparedQuantization:
     change: Change
 
     @property
+    def changing(self) -> dict[str, Converting]:
+        """Module path to what it becomes."""
+        return self.change.quantized.changing if self.change.quantized is not None else {}
+
+    @property
     def readers(self) -> str:
         """One line: what can read the result."""
         assert self.change.section is not None
@@ -141,8 +147,7 @@ class PreparedQuantization:
     @property
     def warnings(self) -> list[str]:
         """What the user should know before: schemes that others found harmful, a result that no engine reads."""
-        assert self.change.quantized is not None
-        changing = self.change.quantized.changing
+        changing = self.changing
         said = [*idle(self.change.policy, changing, self.bytes_out), *harmful(changing), *crossing(changing)]
         assert self.change.section is not None
         if changing and self.bytes_out > self.change.bytes_in:
@@ -155,9 +160,8 @@ class PreparedQuantization:
 
     def as_json(self) -> dict[str, Any]:
         """What `--dry-run` shows."""
-        assert self.change.quantized is not None
         planned: dict[str, dict[str, Any]] = {}
-        for path, converting in self.change.quantized.changing.items():
+        for path, converting in self.changing.items():
             component = component_of(parse_name(path + ".weight"))
             entry = planned.setdefault(component, {"from": converting.scheme, "scheme": "", "tensors": 0})
             scheme = converting.choice.scheme
@@ -384,7 +388,7 @@ def _closing(result: QuantizeResult) -> Iterator[SmallFile]:
     yield SmallFile(REPORT_NAME, lambda: quantize_report.report_chunks(head, rows))
     for name, document in job.change.section.files.items():
         yield SmallFile(name, _json(document))
-    source_card = _source_card(job.prepared.opened.source)
+    source_card = source_card_of(job.prepared.opened.source)
     revision = getattr(job.prepared.opened.source, "commit", None)
     card = model_card(head, revision=revision, command=f"k3tool {job.prepared.plan.command}", source_card=source_card)
     for small in closing_files(job.prepared, result.report):
@@ -406,11 +410,6 @@ def _activations(change: Change) -> dict[str, Any]:
     if recorded is None:
         return {}
     return {"activations": {"file": recorded.path.name, "sha256": recorded.sha256, "tokens": recorded.tokens}}
-
-
-def _source_card(source: Source) -> str:
-    size = source.files().get(CARD_NAME, 0)
-    return source.read(CARD_NAME).decode(errors="replace") if 0 < size <= MAX_CARD_BYTES else ""
 
 
 def _check(components: Mapping[str, Mapping[str, Any]], max_rel_error: float | None, exact: bool) -> None:

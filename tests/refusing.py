@@ -414,7 +414,7 @@ class Bench:
         digests: dict[str, str] = {}
         for path in sorted(self.work.rglob("*")):
             name = path.relative_to(self.work).as_posix()
-            if path.is_file() and not name.endswith(("proofs.jsonl", "k3tool-reclaimed.json")):
+            if path.is_file() and not name.endswith(("proofs.jsonl", "k3tool-reclaimed.json", ".lock")):
                 digests[name] = hashlib.sha256(_timeless(path.read_bytes())).hexdigest()
         return said, digests
 

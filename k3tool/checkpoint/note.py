@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -138,7 +139,10 @@ def _record(entry: Fields) -> FileRecord:
 def is_emptied(path: Path) -> bool:
     """Whether a file, not a link to one, is a safetensors header and nothing after it."""
     with disk_errors(path):
-        if path.is_symlink() or not path.is_file():
+        try:
+            if not stat.S_ISREG(path.lstat().st_mode):
+                return False
+        except FileNotFoundError:
             return False
         with open(path, "rb", buffering=0) as file:
             head = file.read(8)

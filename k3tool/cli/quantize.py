@@ -91,16 +91,18 @@ def command(
             progress=output.progress,
         )
         if output_format == "gguf":
-            named = {"--latent": latent, "--shared": shared, "--attention": attention, "--recipe": recipe,
-                     "--gpus": gpus, "--tp": tp, "--ep": ep, "--pp": pp, "--layout": layout, "--rank": rank,
-                     "--activations": activations, "--calibrated": calibrated or None, "--scales": scales,
-                     "--device cuda": True if device == "cuda" else None}  # fmt: skip
-            _refuse(named, "--format gguf", "experts are chosen with --experts, all else with --trunk")
-            _refuse(
-                {"--max-rel-error": max_rel_error, "--report": report},
-                "--format gguf",
-                "--exact stops before the first changed value; errors are printed, and kept in k3tool-gguf.json",
-            )
+            for named, hint in (
+                ({"--latent": latent, "--shared": shared, "--attention": attention, "--recipe": recipe},
+                 "experts are chosen with --experts, all else with --trunk"),
+                ({"--gpus": gpus, "--tp": tp, "--ep": ep, "--pp": pp, "--layout": layout, "--rank": rank},
+                 "leave it out: llama.cpp divides the model when it loads it"),
+                ({"--activations": activations, "--calibrated": calibrated or None, "--scales": scales},
+                 "leave it out: the types of --trunk and --experts leave no scale to choose"),
+                ({"--device cuda": True if device == "cuda" else None}, "leave it out: the CPU writes the same bytes"),
+                ({"--max-rel-error": max_rel_error, "--report": report},
+                 "--exact stops before the first changed value; errors are printed, and kept in k3tool-gguf.json"),
+            ):  # fmt: skip
+                _refuse(named, "--format gguf", hint)
             from k3tool.gguf.write import DEFAULT_FILE_BYTES, GgufOptions
 
             size = parse_size(max_shard_size) if max_shard_size else DEFAULT_FILE_BYTES
@@ -116,6 +118,7 @@ def command(
         from k3tool.quantize import carry_out, default_shard_bytes, prepare
         from k3tool.reshard import Request
         from k3tool.transform.quantize_policy import make_policy
+        from k3tool.transform.quantize_warnings import unsearched
 
         one = all(count in (None, 1) for count in (gpus, tp, ep, pp))
         wanted = {"experts": experts, "latent": latent, "shared": shared, "attention": attention}
@@ -129,7 +132,7 @@ def command(
             )  # fmt: skip
             job = prepare(opened, policy, request=request, scales=scales or "search", exact=exact, activations=activations,
                           calibrated=calibrated, device="cuda" if device == "cuda" else None)  # fmt: skip
-            for warning in job.warnings:
+            for warning in [*job.warnings, *unsearched(job.changing, scales)]:
                 output.progress.warn(warning)
             if dry_run:
                 _refuse(

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from k3tool.checkpoint.source import Source
 from k3tool.units import format_bytes
 
 CARD_NAME = "README.md"
@@ -13,6 +14,12 @@ SOURCE_CARD_NAME = "README.source.md"
 MAX_CARD_BYTES = 4 << 20
 _REPO = re.compile(r"[\w][\w.-]*/[\w][\w.-]*", re.ASCII)
 _LICENCE = re.compile(r"license[\w-]*: [^\r\n]+", re.ASCII)
+
+
+def source_card_of(source: Source) -> str:
+    """The card of the source as text; empty where it has none, or one that is no card by its size."""
+    size = source.files().get(CARD_NAME, 0)
+    return source.read(CARD_NAME).decode(errors="replace") if 0 < size <= MAX_CARD_BYTES else ""
 
 
 def model_card(document: Mapping[str, Any], *, revision: str | None, command: str, source_card: str) -> str:

@@ -73,3 +73,12 @@ def idle(policy: Policy, changing: Mapping[str, Any], bytes_out: int) -> list[st
         if rule.choice.scheme != "keep" and not any(rule.covers(name.module_path, name) for name in names):
             said.append(f"rule {rule.match!r} of the recipe changes nothing: what it covers stays as it is stored")
     return said
+
+
+def unsearched(changing: Mapping[str, Any], scales: str | None) -> list[str]:
+    """What to say of `--scales` where it was given, and no scheme that something becomes has scales to choose."""
+    made = sorted({converting.choice.scheme for converting in changing.values()})
+    if scales is None or not made or any(scheme not in ("bf16", *bnb.TABLES) for scheme in made):
+        return []
+    leave = "leaves" if len(made) == 1 else "leave"
+    return [f"--scales {scales} changes nothing: {' and '.join(made)} {leave} no scale to choose"]

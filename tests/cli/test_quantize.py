@@ -176,6 +176,31 @@ def test_a_report_may_lie_in_the_result(
     )
 
 
+@pytest.mark.parametrize(("scheme", "said"), [("nf4", True), ("bf16", True), ("int8", False)])
+def test_scales_that_choose_nothing_are_said(
+    mini: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], scheme: str, said: bool
+) -> None:
+    line = ["quantize", mini, tmp_path / "q", "--experts", scheme, "--scales", "plain", "--dry-run"]
+    assert (f"--scales plain changes nothing: {scheme} leaves no scale" in k3tool(capsys, *line).err) == said
+    assert "--scales" not in k3tool(capsys, *line[:5], "--dry-run").err
+
+
+@pytest.mark.parametrize(
+    ("options", "hint"),
+    [
+        (["--tp", "2"], "llama.cpp divides the model"),
+        (["--scales", "plain"], "no scale to choose"),
+        (["--shared", "int8"], "--trunk"),
+        (["--device", "cuda"], "the CPU writes the same bytes"),
+    ],
+)
+def test_what_gguf_does_not_use_is_refused_with_what_to_do_instead(
+    mini: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], hint: str
+) -> None:
+    ran = k3tool(capsys, "quantize", mini, tmp_path / "q", "--format", "gguf", *options)
+    assert ran.code == 2 and hint in ran.err.partition("hint: ")[2] and not (tmp_path / "q").exists()
+
+
 def test_a_report_replaces_reports_only(mini: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shard = tmp_path / "model.safetensors"
     shard.write_bytes(b"weights")

@@ -252,7 +252,7 @@ def test_memory_of_a_calibrated_step_is_in_the_plan(source: Path, activations: P
         (["--shared", "int4", "--calibrated", "FILE"], 2, "no latent projection becomes a scheme", "add --latent"),
         (["--latent", "int4", "--scales", "plain", "--calibrated", "FILE"], 2, "starts from searched scales", "leave"),
         (["--latent", "int4", "--calibrated", "NO GRAM"], 14, r"holds no language_model.*down_proj\.input_gram", "--gram"),
-        (["--format", "gguf", "--calibrated"], 2, "--calibrated does not go with --format gguf", "--trunk"),
+        (["--format", "gguf", "--calibrated"], 2, "--calibrated does not go with --format gguf", "no scale to choose"),
     ],
 )  # fmt: skip
 def test_calibration_that_cannot_be_is_refused(
