@@ -30,20 +30,22 @@ def parse_size(text: str) -> int:
 MAX_SPAN = 100_000
 
 
-def parse_ranges(text: str, *, what: str, limit: int | None = None) -> tuple[int, ...]:
-    """`0-3,7` as (0, 1, 2, 3, 7): ascending, without repeats, each below `limit`. Raises UsageError."""
+def parse_ranges(text: str, *, what: str, limit: int | None = None, option: str = "") -> tuple[int, ...]:
+    """`0-3,7` as (0, 1, 2, 3, 7): ascending, without repeats, each below `limit`. Raises UsageError, which names `option`."""
+    said = f"{option}: " if option else ""
     values: set[int] = set()
     for item in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,9})(?:\s*-\s*(\d{1,9}))?\s*", item, re.ASCII)
         first, last = (int(match.group(1)), int(match.group(2) or match.group(1))) if match else (1, 0)
         if first > last:
-            raise UsageError(f"not a list of {what}: {text!r}", hint="write it as 0-3,7")
+            raise UsageError(f"{said}not a list of {what}: {text!r}", hint="write it as 0-3,7")
         if limit is not None and last >= limit:
             raise UsageError(
-                f"{what.removesuffix('s')} {last} does not exist", hint=f"{what} are numbered from 0 to {limit - 1}"
+                f"{said}{what.removesuffix('s')} {last} does not exist",
+                hint=f"{what} are numbered from 0 to {limit - 1}",
             )
         if last - first > MAX_SPAN:
-            raise UsageError(f"{what} {first}-{last} are {last - first + 1:,} of them", hint="write it as 0-3,7")
+            raise UsageError(f"{said}{what} {first}-{last} are {last - first + 1:,} of them", hint="write it as 0-3,7")
         values.update(range(first, last + 1))
     return tuple(sorted(values))
 

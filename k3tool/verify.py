@@ -85,7 +85,7 @@ def _chosen(folders: list[str], ranks: str | None, label: str) -> list[str] | No
         return None
     if not folders:
         raise UsageError(f"--rank is about a folder of ranks, and {label} is none", hint="leave --rank out")
-    return [folders[rank] for rank in parse_ranges(ranks, what="ranks", limit=len(folders))]
+    return [folders[rank] for rank in parse_ranges(ranks, what="ranks", limit=len(folders), option="--rank")]
 
 
 def _by_manifest(checkpoint: Checkpoint, manifest: Manifest, depth: Depth) -> VerifyReport:

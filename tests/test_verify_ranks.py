@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from pathlib import Path
 
@@ -133,3 +134,18 @@ def test_every_file_of_a_rank_is_read_whoever_asks(ranks: Path, capsys):
     for arguments in ([ranks], [ranks, "--rank", "2"]):
         ran = k3tool(capsys, "verify", *arguments, "--depth", "bytes")
         assert ran.code == 11 and f"{RANK}/{manifest.name}" in ran.err
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect", "reshard"])
+def test_ranks_without_their_layout_file_are_told_what_writes_it(ranks: Path, capsys, command, tmp_path):
+    """By their manifest the same command brings it; by that of a rank alone the ranks are written anew."""
+    (ranks / "k3tool.json").unlink()
+    more = [tmp_path / "joined", "--gpus", 1] if command == "reshard" else []
+    for manifest, overwrites in ((ranks / "k3tool-manifest.json", False), (None, True)):
+        if manifest is None:
+            (ranks / "k3tool-manifest.json").unlink()
+        ran = k3tool(capsys, command, ranks, *more)
+        assert ran.code == 10 and "holds folders of ranks, such as rank-00000-of-00004, and no k3tool.json" in ran.err
+        words = shlex.split(ran.err.splitlines()[-1].rpartition("k3tool ")[2])
+        assert words[0] == "reshard" and words[2] == str(ranks) and ("--overwrite" in words) is overwrites
+    assert app.run([*words, "-q"]) == 0 and k3tool(capsys, "verify", ranks, "--depth", "bytes").code == 0

@@ -26,7 +26,7 @@ NAMED_FILES = 8  # as many are named one by one; beyond that a command brings al
 _REPO = re.compile(r"[\w][\w.-]{0,95}/[\w][\w.-]{0,95}", re.ASCII)
 _REVISION = re.compile(r"[\w][\w./-]{0,199}", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
-_RANK = re.compile(r"rank-\d{5}-of-\d{5}", re.ASCII)
+RANK_FOLDER = re.compile(r"rank-\d{5}-of-\d{5}", re.ASCII)
 
 
 class Origin(NamedTuple):
@@ -240,7 +240,7 @@ def _write_again(folder: Path, source: str, name: str, line: str, more: list[str
             f"its source {source} was given up while it was written: copy the file again from a backup of this folder"
         )
     options = shlex.split(line[len(beginning) :])
-    if _RANK.fullmatch(folder.name):  # one rank's own manifest: the command wrote the folder above
+    if RANK_FOLDER.fullmatch(folder.name):  # one rank's own manifest: the command wrote the folder above
         folder = folder.parent
     where: str | Path = Path(source) if Path(source).is_dir() else source
     return f"{_WRITE}{command(name, where, folder, *options, *more)}"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from k3tool.checkpoint.header import Header, TensorSpec, header_length, parse_header
 from k3tool.checkpoint.index import INDEX_NAME, MAX_INDEX_BYTES, SINGLE_NAME, Index, parse_index
-from k3tool.checkpoint.origin import again, damage, damaged, knows, look, names_of
+from k3tool.checkpoint.origin import RANK_FOLDER, again, damage, damaged, knows, look, names_of
 from k3tool.checkpoint.outside import check_size, corrupt, read_named
 from k3tool.checkpoint.source import Source, open_source
 from k3tool.checkpoint.strays import absent_shard, folder_with, stray_shards
@@ -89,6 +89,13 @@ class Checkpoint:
                 f"; it holds {len(strays)} .safetensors files, such as {strays[0]}, and nothing says what is in which"
             )
         elif deeper := folder_with(self.source, INDEX_NAME) or folder_with(self.source, SINGLE_NAME):
+            if RANK_FOLDER.fullmatch(deeper):
+                return CheckpointMissing(
+                    f"{label} holds folders of ranks, such as {deeper}, and no k3tool.json, which says how they join",
+                    hint=again(label, ["k3tool.json"])
+                    if knows(label)
+                    else again(f"{label}/{deeper}", ["k3tool.json"], overwrite=True),
+                )
             what, hint = f"; its folder {deeper} does", f"name {label}/{deeper}, or move its files one folder up"
         return CheckpointMissing(f"{label} holds neither {INDEX_NAME} nor {SINGLE_NAME}{what}", hint=hint)
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from k3tool.errors import UsageError
+from k3tool.units import parse_size
 
 
 class IsPath:
@@ -82,3 +83,17 @@ def check_page(path: Path, command: str, *, overwrite: bool) -> None:
 def page_mark(command: str) -> str:
     """What every page that `k3tool <command> --report` writes has in its head."""
     return f'<meta name="generator" content="k3tool {command}">'
+
+
+LEAST_FILE_BYTES = 1000
+
+
+def parse_file_size(text: str) -> int:
+    """`--max-shard-size` in bytes. Raises UsageError for one that no file can keep to: tensors are never cut."""
+    size = parse_size(text)
+    if size < LEAST_FILE_BYTES:
+        raise UsageError(
+            f"--max-shard-size {text} is too small: tensors are never cut, so that each would get a file of its own",
+            hint="write it with its unit, as 5GB",
+        )
+    return size

@@ -19,6 +19,7 @@ from k3tool.cli.options import (
     SourceArgument,
     WorkersOption,
     check_page,
+    parse_file_size,
 )
 from k3tool.cli.output import Output, clean, table
 from k3tool.cli.parts import PART_HELP, check_whole, share_of
@@ -59,7 +60,7 @@ def command(
     pp: Annotated[int | None, typer.Option("--pp", metavar="N", min=1, help="Pipeline stages.")] = None,
     layout: Annotated[str | None, typer.Option("--layout", metavar="ranks|hf", help="A folder for each rank, or one checkpoint (the default for one GPU).")] = None,
     rank: Annotated[str | None, typer.Option("--rank", metavar="SPEC", help="Only these ranks, such as 0-3,7.")] = None,
-    max_shard_size: Annotated[str | None, typer.Option("--max-shard-size", metavar="SIZE", help="Largest output file (5GB; 20GB with --format gguf).")] = None,
+    max_shard_size: Annotated[str | None, typer.Option("--max-shard-size", metavar="SIZE", help="Tensor bytes of a file at most (5GB; 20GB with --format gguf); a tensor is never cut.")] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Read every written file back and compare its digest.")] = False,
     part: Annotated[str | None, typer.Option("--part", metavar="I/N", help=PART_HELP)] = None,
     finalize: Annotated[bool, typer.Option("--finalize", help="Write no shard: only the index and configuration, if every file is there.")] = False,
@@ -105,7 +106,7 @@ def command(
                 _refuse(named, "--format gguf", hint)
             from k3tool.gguf.write import DEFAULT_FILE_BYTES, GgufOptions
 
-            size = parse_size(max_shard_size) if max_shard_size else DEFAULT_FILE_BYTES
+            size = parse_file_size(max_shard_size) if max_shard_size else DEFAULT_FILE_BYTES
             asked = GgufOptions(trunk or "bf16", experts or "keep", size, vocabulary or "auto", exact=exact)
             _gguf(output, source, dest, asked, dry_run, verify, options, context.obj)
             return
@@ -127,8 +128,8 @@ def command(
             request = Request(
                 1 if one else gpus, tp, ep, pp,
                 layout or ("hf" if one else "ranks"),
-                parse_ranges(rank, what="ranks") if rank is not None else None,
-                parse_size(max_shard_size) if max_shard_size else default_shard_bytes(opened),
+                parse_ranges(rank, what="ranks", option="--rank") if rank is not None else None,
+                parse_file_size(max_shard_size) if max_shard_size else default_shard_bytes(opened),
             )  # fmt: skip
             job = prepare(opened, policy, request=request, scales=scales or "search", exact=exact, activations=activations,
                           calibrated=calibrated, device="cuda" if device == "cuda" else None)  # fmt: skip

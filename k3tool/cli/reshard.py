@@ -17,6 +17,7 @@ from k3tool.cli.options import (
     QuietOption,
     SourceArgument,
     WorkersOption,
+    parse_file_size,
 )
 from k3tool.cli.output import Output, clean, table
 from k3tool.cli.parts import PART_HELP, check_whole, share_of
@@ -41,7 +42,7 @@ def command(
     pp: Annotated[int | None, typer.Option("--pp", metavar="N", min=1, help="Pipeline stages.")] = None,
     layout: Annotated[str, typer.Option("--layout", metavar="ranks|hf", help="A folder for each rank, or one checkpoint with shards grouped by owner.")] = "ranks",
     rank: Annotated[str | None, typer.Option("--rank", metavar="SPEC", help="Only these ranks, such as 0-3,7.")] = None,
-    max_shard_size: Annotated[str, typer.Option("--max-shard-size", metavar="SIZE", help="Largest output file.")] = "5GB",
+    max_shard_size: Annotated[str, typer.Option("--max-shard-size", metavar="SIZE", help="Tensor bytes of a file at most; its header comes on top, and a tensor is never cut.")] = "5GB",
     verify: Annotated[bool, typer.Option("--verify", help="Read back every byte of every file: tensors against the source's.")] = False,
     part: Annotated[str | None, typer.Option("--part", metavar="I/N", help=PART_HELP)] = None,
     finalize: Annotated[bool, typer.Option("--finalize", help="Write no shard: only the index and configuration, if every file is there.")] = False,
@@ -65,8 +66,8 @@ def command(
     with Output("reshard", json=json, quiet=quiet) as output, opened_source(source) as opened:
         request = Request(
             gpus, tp, ep, pp, layout,
-            parse_ranges(rank, what="ranks") if rank is not None else None,
-            parse_size(max_shard_size),
+            parse_ranges(rank, what="ranks", option="--rank") if rank is not None else None,
+            parse_file_size(max_shard_size),
         )  # fmt: skip
         prepared = prepare(opened, request, reclaim=reclaim, dest=dest, dry_run=dry_run)
         if dry_run:

@@ -152,7 +152,7 @@ def fetch(
     digest differs twice), CheckpointMissing, CheckpointCorrupt, CapacityError, RemoteError.
     """
     if layers is not None:
-        layers = format_ranges(parse_ranges(layers, what="layers", limit=LAYER_LIMIT))
+        layers = format_ranges(parse_ranges(layers, what="layers", limit=LAYER_LIMIT, option="--layers"))
     here = local_folder(repo)
     if here is not None and revision is not None:
         raise UsageError(f"--revision {revision} is of a repository, and {repo} is a folder", hint="leave it out")
@@ -274,7 +274,7 @@ class _Fetch:
         config = K3Config.from_bytes(config_text, where=f"{source.label}/{CONFIG_NAME}")
         layers = None
         if request.layers is not None:
-            layers = parse_ranges(request.layers, what="layers", limit=config.num_layers)
+            layers = parse_ranges(request.layers, what="layers", limit=config.num_layers, option="--layers")
         index = RemoteIndex(source)
         shards = {name: file.size for name, file in listing.files.items() if name.endswith(".safetensors")}
         structure = Structure(source.label, config, index if INDEX_NAME in listing.files else None, shards)

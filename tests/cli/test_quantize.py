@@ -83,6 +83,8 @@ def test_a_dry_run_writes_nothing(mini: Path, tmp_path: Path, capsys: pytest.Cap
         (["--format", "gguf", "--max-rel-error", "0.1"], 2, "--max-rel-error does not go with"),
         (["--format", "gguf", "--report", "report.html"], 2, "--report does not go with --format gguf"),
         (["--max-shard-size", "five"], 2, "not a size"),
+        (["--max-shard-size", "5"], 2, "--max-shard-size 5 is too small"),
+        (["--max-shard-size", "0", "--format", "gguf"], 2, "--max-shard-size 0 is too small"),
         (["--attention", "fp8-block"], 14, "self_attn.b_proj: fp8-block cannot hold"),
         (["--latent", "nf4", "--exact"], 1, "changes values"),
         (["--latent", "nf4", "--max-rel-error", "0.05"], 1, "beyond --max-rel-error 0.05"),
