@@ -315,6 +315,10 @@ class Emitter:
         zeros = ir.Constant(vector(I32, lanes), [0] * lanes)
         return Value(self, self.builder.shuffle_vector(one, ir.Constant(wide, ir.Undefined), zeros))
 
+    def insert(self, into: Value, value: Value, lane: int) -> Value:
+        """A vector with one lane replaced."""
+        return Value(self, self.builder.insert_element(into.ir, value.ir, ir.Constant(I32, lane)))
+
     def shuffle(self, one: Value, other: Value, lanes: Sequence[int]) -> Value:
         """Lane i of the result is lane `lanes[i]` of the two vectors laid end to end."""
         mask = ir.Constant(vector(I32, len(lanes)), list(lanes))

@@ -12,8 +12,9 @@ from typing import Protocol
 
 from llvmlite import ir
 
+from k3tool.kernels.cpu import target
 from k3tool.kernels.cpu.emit import F32, I8, I16, I32, I64, Emitter, Value, vector
-from k3tool.kernels.cpu.numeric import float_of, from_bfloat16, transpose
+from k3tool.kernels.cpu.numeric import float_of, from_bfloat16, from_float16, transpose
 from k3tool.kernels.cpu.target import Target
 
 # High and low byte of the bfloat16 behind each FP4 code.
@@ -60,7 +61,13 @@ class Format(Protocol):
         """Bytes that so many columns take; `columns` is a multiple of the granule."""
         ...
 
-    def scale_bytes(self, columns: Value) -> Value: ...
+    def scale_bytes(self, columns: Value) -> Value:
+        """Bytes of scales before a column of a row; the column begins a block."""
+        ...
+
+    def row_scale_bytes(self, columns: Value) -> Value:
+        """Bytes of the scales of a row of so many columns."""
+        ...
 
     def vectors(self, e: Emitter, at: RowAddress) -> list[tuple[Value, Value | None]]:
         """One block as vectors of float32, each with the vector of scales that it still must be multiplied by."""
@@ -75,7 +82,7 @@ class Format(Protocol):
         ...
 
 
-def _copy_completed(e: Emitter, source: Value, bytes_: Value, step: int, room: int) -> Value:
+def copy_completed(e: Emitter, source: Value, bytes_: Value, step: int, room: int) -> Value:
     """`bytes_` bytes, a multiple of `step`, at any address, and zeros behind them."""
     scratch, unit = e.stack(room), vector(I8, step)
     for offset in range(0, room, 8):
@@ -106,6 +113,9 @@ class Plain:
     def scale_bytes(self, columns: Value) -> Value:
         return columns * 0
 
+    def row_scale_bytes(self, columns: Value) -> Value:
+        return columns * 0
+
     def vectors(self, e: Emitter, at: RowAddress) -> list[tuple[Value, Value | None]]:
         step = self.lanes * self.bytes
         return [(self._load(e, at.weights + step * index), None) for index in range(2)]
@@ -113,6 +123,8 @@ class Plain:
     def _load(self, e: Emitter, address: Value) -> Value:
         if self.name == "bfloat16":
             return from_bfloat16(e, e.load(vector(I16, self.lanes), address))
+        if self.name == "float16" and not target.host().widens_float16:
+            return from_float16(e, e.load(vector(I16, self.lanes), address))
         if self.name == "float16":
             return e.convert(e.load(vector(ir.HalfType(), self.lanes), address), vector(F32, self.lanes), "fpext")
         return e.load(vector(F32, self.lanes), address)
@@ -122,7 +134,7 @@ class Plain:
             e.store(load(column, self.lanes), out + 4 * column)
 
     def copy_tail(self, e: Emitter, at: RowAddress, columns: Value) -> RowAddress:
-        scratch = _copy_completed(e, at.weights, self.weight_bytes(columns), self.bytes, self.block * self.bytes)
+        scratch = copy_completed(e, at.weights, self.weight_bytes(columns), self.bytes, self.block * self.bytes)
         return RowAddress(scratch, at.scales, at.scale_table)
 
 
@@ -168,6 +180,9 @@ class Fp4:
 
     def scale_bytes(self, columns: Value) -> Value:
         return columns >> (5 if self.group == 32 else 4)
+
+    def row_scale_bytes(self, columns: Value) -> Value:
+        return self.scale_bytes(columns)
 
     def vectors(self, e: Emitter, at: RowAddress) -> list[tuple[Value, Value | None]]:
         count, lanes = 16 * self._quads, self.lanes
@@ -245,6 +260,6 @@ class Fp4:
         return stretches
 
     def copy_tail(self, e: Emitter, at: RowAddress, columns: Value) -> RowAddress:
-        weights = _copy_completed(e, at.weights, self.weight_bytes(columns), 8, self.block // 2)
-        scales = _copy_completed(e, at.scales, self.scale_bytes(columns), 1, 8 * -(-self.block // self.group // 8))
+        weights = copy_completed(e, at.weights, self.weight_bytes(columns), 8, self.block // 2)
+        scales = copy_completed(e, at.scales, self.scale_bytes(columns), 1, 8 * -(-self.block // self.group // 8))
         return RowAddress(weights, scales, at.scale_table)

@@ -37,6 +37,14 @@ def from_bfloat16(e: Emitter, halves: Value) -> Value:
     return float_of(e, e.convert(halves, _like(halves, I32), "zext") << 16)
 
 
+def from_float16(e: Emitter, halves: Value) -> Value:
+    """16-bit integers holding float16 -> float32, for processors without an instruction for it."""
+    bits = e.convert(halves, _like(halves, I32), "zext")
+    size, sign = bits & 0x7FFF, (bits & 0x8000) << 16
+    finite = bits_of(e, float_of(e, size << 13) * 2.0**112)
+    return float_of(e, e.select(size < 0x7C00, finite, (size << 13) | 0x7F800000) | sign)
+
+
 def _rounded_bits(e: Emitter, value: Value) -> Value:
     bits = bits_of(e, value)
     nearest = bits + ((bits >> 16) & 1) + 0x7FFF

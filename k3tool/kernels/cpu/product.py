@@ -173,7 +173,7 @@ def emit_block_product(module: ir.Module, format_: Format, tile: Tiling, micros:
     zero = e.number(0.0, vector(F32, tile.lanes))
     with e.loop(0, tiles * (BLOCK_ROWS * tile.tokens * 4), 4 * tile.lanes) as offset:
         e.store(zero, c + offset)
-    row_bytes = (format_.weight_bytes(columns), format_.scale_bytes(columns))
+    row_bytes = (format_.weight_bytes(columns), format_.row_scale_bytes(columns))
     with e.loop(0, depth_all, DEPTH) as first:
         last = e.smaller(first + DEPTH, depth_all)
         widen_rows(e, format_, at, row_bytes, rows, (first, last), columns, scratch)

@@ -38,6 +38,7 @@ class Target:
     float_lanes: int
     vector_registers: int
     byte_lookup: str | None  # LLVM intrinsic that picks bytes from a 16-byte table in each 128-bit lane
+    widens_float16: bool = False  # has an instruction that does
 
 
 def describe(triple: str, cpu: str, features: dict[str, bool]) -> Target:
@@ -46,12 +47,12 @@ def describe(triple: str, cpu: str, features: dict[str, bool]) -> Target:
     architecture = triple.split("-")[0]
     if architecture in ("x86_64", "amd64"):
         if features.get("avx512bw") and features.get("avx512vl"):
-            return Target(cpu, flags, 16, 32, "llvm.x86.avx512.pshuf.b.512")
+            return Target(cpu, flags, 16, 32, "llvm.x86.avx512.pshuf.b.512", True)
         if features.get("avx2") and features.get("fma"):
-            return Target(cpu, flags, 8, 16, "llvm.x86.avx2.pshuf.b")
+            return Target(cpu, flags, 8, 16, "llvm.x86.avx2.pshuf.b", bool(features.get("f16c")))
         return Target(cpu, flags, 4, 16, "llvm.x86.ssse3.pshuf.b.128" if features.get("ssse3") else None)
     if architecture in ("aarch64", "arm64"):
-        return Target(cpu, flags, 4, 32, "llvm.aarch64.neon.tbl1.v16i8")
+        return Target(cpu, flags, 4, 32, "llvm.aarch64.neon.tbl1.v16i8", True)
     return Target(cpu, flags, 4, 16, None)
 
 

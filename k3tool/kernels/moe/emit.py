@@ -48,7 +48,7 @@ class _Frame:
     def matrix(self, which: str, expert: Value) -> tuple[RowAddress, tuple[Value, Value], Value]:
         """Address of an expert's w1, w3 or w2, the bytes of a row and of its scales, and the factor."""
         rows, columns = ("wide", "inner") if which == "2" else ("inner", "wide")
-        row_bytes = self.format.weight_bytes(self.layer[columns]), self.format.scale_bytes(self.layer[columns])
+        row_bytes = self.format.weight_bytes(self.layer[columns]), self.format.row_scale_bytes(self.layer[columns])
         before = expert * self.layer[rows]
         at = RowAddress(self.layer[f"w{which}"], self.layer[f"s{which}"], self.layer["table"])
         factor = self.e.load(F32, self.layer[f"d{which}"] + expert * 4)

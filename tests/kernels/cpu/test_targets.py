@@ -16,6 +16,7 @@ from k3tool.kernels.dispatch import use
 from k3tool.kernels.linear import linear
 from k3tool.kernels.moe import experts_forward
 from k3tool.kernels.mxfp4 import decode_values
+from tests.kernels.linear.test_stored import stored
 from tests.kernels.moe.test_experts import error, make, route
 
 if not compiled.available():
@@ -47,7 +48,9 @@ LOOKUPS = {"avx512": "vpshufb\t%zmm", "avx2": "vpshufb\t%ymm", "ssse3": "pshufb\
 def shaped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[target.Target]:
     """This processor, described as one with other vectors; LLVM splits or pads them."""
     lanes, registers = request.param
-    other = dataclasses.replace(target.host(), float_lanes=lanes, vector_registers=registers, byte_lookup=None)
+    other = dataclasses.replace(
+        target.host(), float_lanes=lanes, vector_registers=registers, byte_lookup=None, widens_float16=False
+    )
     caches = (linear_cpu._compiled, moe_cpu._compiled, mxfp4_cpu._compiled)
     monkeypatch.setattr(target, "host", lambda: other)
     monkeypatch.setattr(moe_cpu, "_LAYERS", type(moe_cpu._LAYERS)())
@@ -63,6 +66,31 @@ def test_linear(shaped: target.Target) -> None:
         for rows, columns in ((97, 33), (40, 256), (110, 300)):
             x, weight = torch.randn(tokens, columns), torch.randn(rows, columns).bfloat16()
             assert error(linear(x, weight), x.double() @ weight.double().t()) < 1e-6
+
+
+def test_every_float16(shaped: target.Target) -> None:
+    """Older processors have no instruction that widens them."""
+    weight = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.float16).reshape(-1, 8)
+    weight = torch.where(weight.isfinite(), weight, 1.0)
+    for column in range(0, 8, 3):
+        x = torch.zeros(1, 8)
+        x[0, column] = 1.0
+        assert torch.equal(linear(x, weight)[0], weight[:, column].float())
+
+
+KINDS = [("int4", 32, torch.bfloat16), ("int4", 0, torch.float32), ("int8", 64, torch.bfloat16), ("fp8", 0, torch.float32),
+         ("fp8", 128, torch.float32), ("nf4", 64, torch.float32), ("fp4", 32, torch.float32), ("e2m1", 16, None)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "group", "dtype"), KINDS)
+def test_stored_matrices(shaped: target.Target, kind: str, group: int, dtype: torch.dtype | None) -> None:
+    for rows, columns in ((97, 64), (40, 320), (30, 72)):
+        if columns % (group or 8) and kind != "fp8":
+            continue
+        weight = stored(kind, rows, columns, group, dtype)
+        for tokens in (1, 17, 70):
+            x = torch.randn(tokens, columns)
+            assert error(linear(x, weight), x.double() @ weight.rows(slice(None)).double().t()) < 1e-6
 
 
 @pytest.mark.parametrize("format_", ["mxfp4", "nvfp4"])
