@@ -138,6 +138,7 @@ def random_weights(device: torch.device) -> Any:
 
         def __init__(self) -> None:
             self.device = device
+            self.dtype = torch.bfloat16
             self.progress = object()  # not measuring
             self.nbytes = 0
             self.used = set()

@@ -14,7 +14,7 @@ from torch import Tensor
 from k3tool.kernels.conv import causal_conv
 from k3tool.kernels.elementwise import multiply_by_sigmoid
 from k3tool.kernels.kda import kda, kda_decode
-from k3tool.kernels.linear import linear
+from k3tool.kernels.linear import Weight, linear
 from k3tool.kernels.mla import mla, mla_within
 from k3tool.kernels.norm import gated_rms_norm, rms_norm
 from k3tool.model.cache import KdaState, LatentCache
@@ -36,14 +36,14 @@ class KdaAttention:
     head_dim: int
     lower_bound: float | None
     eps: float
-    in_proj: Tensor
+    in_proj: Weight
     conv1d: Tensor
-    f_b_proj: Tensor
+    f_b_proj: Weight
     A_log: Tensor  # [H] float32
     dt_bias: Tensor  # [H, D] float32
-    g_b_proj: Tensor | None
+    g_b_proj: Weight | None
     o_norm: Tensor  # [D] float32
-    o_proj: Tensor
+    o_proj: Weight
     tp: Group = ALONE
 
     def forward(self, x: Tensor, cache: KdaState) -> Tensor:
@@ -78,12 +78,12 @@ class MlaAttention:
     key_dim: int  # N, the dimensions that meet the latent
     query_width: int  # rows of q_a_proj, or of q_proj
     has_gate: bool
-    in_proj: Tensor
+    in_proj: Weight
     q_a_layernorm: Tensor | None
-    q_b_proj: Tensor | None
+    q_b_proj: Weight | None
     kv_a_layernorm: Tensor  # [C] float32
     kv_b_proj: Tensor
-    o_proj: Tensor
+    o_proj: Weight
     tp: Group = ALONE
 
     def forward(self, x: Tensor, cache: LatentCache, position: int) -> Tensor:

@@ -11,7 +11,7 @@ from k3tool.config import K3Config
 from k3tool.kernels.attn_res import mix_blocks
 from k3tool.kernels.dispatch import sole_threads
 from k3tool.kernels.elementwise import add, convert, put
-from k3tool.kernels.linear import linear
+from k3tool.kernels.linear import Weight, linear
 from k3tool.kernels.norm import rms_norm
 from k3tool.model.attention import KdaAttention, MlaAttention
 from k3tool.model.cache import Cache, KdaState, LatentCache
@@ -92,11 +92,11 @@ class Model:
     share: Share
     dtype: torch.dtype
     device: torch.device
-    embed_tokens: Tensor | None
+    embed_tokens: Weight | None
     layers: tuple[DecoderLayer, ...]
     output_attn_res: Tensor | None
     norm: Tensor | None
-    lm_head: Tensor | None
+    lm_head: Weight | None
     parallel: Parallel = SINGLE
 
     @property

@@ -1,11 +1,12 @@
-"""The routed experts of one layer, stacked: FP4 stays packed, plain matrices stay plain.
+"""The routed experts of one layer, stacked, as they are stored: FP4, FP8, integers and NF4 as codes and scales, or plain.
 
-Anything else is decoded to bfloat16 on a CPU and kept as it is stored on a GPU.
+What no kernel takes as it is stored (groups of other sizes, on a GPU also NF4) is widened to the dtype of the run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,9 +15,10 @@ from torch import Tensor
 from k3tool.catalog import EXPERT_MATRICES, expert_matrix_shapes
 from k3tool.config import K3Config
 from k3tool.errors import CheckpointCorrupt
-from k3tool.kernels.moe import DenseExperts, Experts, PackedExperts
-from k3tool.model.scaled_experts import SCALED, load_scaled
-from k3tool.model.weights import PLAIN_SCHEMES, Matrix, Weights
+from k3tool.kernels.moe import DenseExperts, Experts, PackedExperts, ScaledExperts
+from k3tool.kernels.moe.scaled import GROUP_SIZES
+from k3tool.model.storage import Piece, Storage, check_codes
+from k3tool.model.weights import PLAIN_SCHEMES, Matrix, Weights, formats
 
 # Scheme to the parts that hold codes, scales and, with NVFP4, the scale of the whole matrix.
 PACKED = {
@@ -27,16 +29,43 @@ PACKED = {
 
 
 class Field(NamedTuple):
-    """One field of the stacked experts: which part of which matrix of an expert it holds, [*shape] each.
-
-    part: None where the matrix is decoded on reading.
-    """
+    """One field of the stacked experts, and the piece of a matrix of each expert that it holds."""
 
     name: str
     matrix: str
-    part: str | None
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    piece: Piece
+
+
+class ExpertStorage(NamedTuple):
+    """How all experts of a layer are held. scaled: what their w1 is held as, where that is codes of `ScaledExperts`."""
+
+    scheme: str
+    fields: tuple[Field, ...]
+    scaled: Storage | None
+
+    def assemble(self, held: dict[str, Tensor]) -> Experts:
+        """Stacked tensors by field name as experts of one layer."""
+        if self.scheme in PACKED:
+            return PackedExperts(**held, group_size=32 if self.scheme == "mxfp4" else 16)
+        if self.scaled is None:
+            return DenseExperts(**held)
+        kind, group_size, scale_rows, _ = self.scaled
+        return ScaledExperts(kind, **held, group_size=group_size, rows_per_scale=scale_rows)
+
+    def settle(self, held: dict[str, Tensor], modules: Sequence[str]) -> None:
+        """What must happen to stacked tensors once they are read, in place. `modules` names the experts in them.
+
+        Raises CheckpointCorrupt for a code or a scale that stands for NaN.
+        """
+        for name, tensor in held.items():
+            matrix, _, field = name.partition("_")
+            if self.scheme == "mxfp4" and field == "scale":
+                check_scales(tensor, [f"{module}.{matrix}" for module in modules])
+            elif self.scheme == "nvfp4-modelopt" and field == "global":
+                tensor.reciprocal_()  # a multiplier, where the packed experts hold divisors
+            elif self.scaled is not None and field == "codes":
+                for slot, module in enumerate(modules):
+                    check_codes(self.scaled.kind, tensor[slot], tensor, f"{module}.{matrix}")
 
 
 def load_experts(weights: Weights, config: K3Config, prefix: str, owned: range) -> Experts:
@@ -44,33 +73,45 @@ def load_experts(weights: Weights, config: K3Config, prefix: str, owned: range) 
 
     Raises CheckpointCorrupt where the experts of a layer are not all stored in one scheme.
     """
-    scheme = expert_storage(weights, config, prefix, owned)
-    if scheme in SCALED and keeps_stored(weights.device):
-        scaled = load_scaled(weights, config, prefix, owned, scheme)
-        if scaled is not None:
-            return scaled
+    storage = expert_storage(weights, config, prefix, owned)
+    shapes = expert_matrix_shapes(config)
     held: dict[str, Tensor] = {}
-    for field in fields(config, scheme):
-        stacked, staging = weights.allocate((len(owned), *field.shape), field.dtype)
-        held[field.name] = stacked
+    for field in storage.fields:
+        held[field.name], staging = weights.allocate((len(owned), *field.piece.shape), field.piece.dtype)
         for slot, expert in enumerate(owned):
-            destination = None if staging is None else staging[slot]
-            if field.part is None:
-                shape = expert_matrix_shapes(config)[field.matrix]
-                weights.dequantized(Matrix(f"{prefix}.{expert}.{field.matrix}", shape), scheme, destination)
-            else:
-                weights.raw(f"{prefix}.{expert}.{field.matrix}.{field.part}", destination)
-    weights.check(lambda: settle(held, scheme, [f"{prefix}.{expert}" for expert in owned]))
-    return assemble(held, scheme)
+            matrix = Matrix(f"{prefix}.{expert}.{field.matrix}", shapes[field.matrix])
+            weights.piece(matrix, field.piece, None if staging is None else staging[slot])
+    if storage.scaled is not None:
+        for name, shape in shapes.items():
+            pieces = [field.piece for field in storage.fields if field.matrix == name]
+            for expert in owned:
+                weights.rest(Matrix(f"{prefix}.{expert}.{name}", shape), pieces)
+    weights.check(lambda: storage.settle(held, [f"{prefix}.{expert}" for expert in owned]))
+    return storage.assemble(held)
 
 
-def keeps_stored(device: torch.device) -> bool:
-    """Whether kernels of a device multiply FP8 and integers as they are stored."""
-    return device.type == "cuda"
+def expert_storage(weights: Weights, config: K3Config, prefix: str, owned: range) -> ExpertStorage:
+    """How the experts `owned` of a layer are held. Raises CheckpointCorrupt naming two that are not stored alike."""
+    scheme = _common_scheme(weights, config, prefix, owned)
+    shapes = expert_matrix_shapes(config)
+    if scheme in PACKED or scheme in PLAIN_SCHEMES:
+        return ExpertStorage(scheme, tuple(_fields(shapes, scheme)), None)
+    held = {name: _common_storage(weights, prefix, owned, name, shapes[name], scheme) for name in EXPERT_MATRICES}
+    held = _with_one_group(held)
+    first = held["w1"]
+    forms = {storage[:3] if storage else None for storage in held.values()}
+    types = {piece.dtype for storage in held.values() if storage for piece in storage.pieces if piece.field == "scale"}
+    if first is None or len(forms) > 1 or len(types) > 1 or first.group_size not in GROUP_SIZES:
+        return ExpertStorage(scheme, tuple(_widened(weights, shapes, scheme, prefix, owned)), None)
+    fields = [
+        Field(f"{name}_{piece.field}", name, piece)
+        for name, storage in held.items()
+        for piece in (storage.pieces if storage else ())
+    ]
+    return ExpertStorage(scheme, tuple(fields), first)
 
 
-def expert_storage(weights: Weights, config: K3Config, prefix: str, owned: range) -> str:
-    """The scheme that the experts `owned` of a layer share. Raises CheckpointCorrupt naming two that differ."""
+def _common_scheme(weights: Weights, config: K3Config, prefix: str, owned: range) -> str:
     shapes = expert_matrix_shapes(config)
     schemes = {
         name: [weights.scheme(Matrix(f"{prefix}.{expert}.{name}", shapes[name])) for expert in owned]
@@ -87,48 +128,60 @@ def expert_storage(weights: Weights, config: K3Config, prefix: str, owned: range
     return first
 
 
-def fields(config: K3Config, scheme: str) -> list[Field]:
-    """What `assemble` needs of experts stored under `scheme`."""
-    found: list[Field] = []
-    for matrix, (rows, columns) in expert_matrix_shapes(config).items():
-        if scheme not in PACKED:
-            plain = scheme in PLAIN_SCHEMES
-            dtype = PLAIN_SCHEMES.get(scheme, torch.bfloat16)
-            found.append(Field(matrix, matrix, "weight" if plain else None, (rows, columns), dtype))
-            continue
-        codes, scales, overall = PACKED[scheme]
-        group, scale_dtype = (32, torch.uint8) if scheme == "mxfp4" else (16, torch.float8_e4m3fn)
-        found.append(Field(f"{matrix}_packed", matrix, codes, (rows, columns // 2), torch.uint8))
-        found.append(Field(f"{matrix}_scale", matrix, scales, (rows, columns // group), scale_dtype))
-        if overall is not None:
-            found.append(Field(f"{matrix}_global", matrix, overall, (), torch.float32))
+def _common_storage(
+    weights: Weights, prefix: str, owned: range, name: str, shape: tuple[int, int], scheme: str
+) -> Storage | None:
+    """What a matrix is held as, where all experts agree on that."""
+    first = weights.storage(Matrix(f"{prefix}.{owned[0]}.{name}", shape), scheme)
+    for expert in owned[1:] if first is not None else ():
+        if not first.alike(weights.storage(Matrix(f"{prefix}.{expert}.{name}", shape), scheme)):
+            return None
+    return first
+
+
+def _with_one_group(held: dict[str, Storage | None]) -> dict[str, Storage | None]:
+    """A matrix whose rows are one group of the size that others have is divided as they are."""
+    sizes = {storage.group_size for storage in held.values() if storage} - {0}
+    found = dict(held)
+    for name, storage in held.items():
+        if storage and not storage.group_size and len(sizes) == 1 and storage.columns in sizes:
+            found[name] = storage._replace(group_size=storage.columns)
     return found
 
 
-def assemble(held: dict[str, Tensor], scheme: str) -> Experts:
-    """Stacked tensors by field name as experts of one layer."""
-    if scheme not in PACKED:
-        return DenseExperts(**held)
-    return PackedExperts(**held, group_size=32 if scheme == "mxfp4" else 16)
+def _fields(shapes: dict[str, tuple[int, int]], scheme: str) -> list[Field]:
+    """Of plain and FP4 experts."""
+    found: list[Field] = []
+    for matrix, (rows, columns) in shapes.items():
+        if scheme in PLAIN_SCHEMES:
+            piece = Piece(matrix, (rows, columns), PLAIN_SCHEMES[scheme], ("weight",))
+            found.append(Field(matrix, matrix, piece))
+            continue
+        codes, scales, overall = PACKED[scheme]
+        group, scale_dtype = (32, torch.uint8) if scheme == "mxfp4" else (16, torch.float8_e4m3fn)
+        pieces = [
+            Piece("packed", (rows, columns // 2), torch.uint8, (codes,)),
+            Piece("scale", (rows, columns // group), scale_dtype, (scales,)),
+        ]
+        if overall is not None:
+            pieces.append(Piece("global", (), torch.float32, (overall,)))
+        found += [Field(f"{matrix}_{piece.field}", matrix, piece) for piece in pieces]
+    return found
 
 
-def settle(held: dict[str, Tensor], scheme: str, modules: Sequence[str]) -> None:
-    """What must happen to stacked tensors once they are read, in place. `modules` names the experts in them.
-
-    Raises CheckpointCorrupt for a scale that stands for NaN.
-    """
-    for name, tensor in held.items():
-        if scheme == "mxfp4" and name.endswith("_scale"):
-            check_scales(tensor, [f"{module}.{name.removesuffix('_scale')}" for module in modules])
-        elif scheme == "nvfp4-modelopt" and name.endswith("_global"):
-            tensor.reciprocal_()  # a multiplier, where the packed experts hold divisors
+def _widened(
+    weights: Weights, shapes: dict[str, tuple[int, int]], scheme: str, prefix: str, owned: range
+) -> list[Field]:
+    found: list[Field] = []
+    for name, shape in shapes.items():
+        parts = tuple(weights.parts(Matrix(f"{prefix}.{owned[0]}.{name}", shape)))
+        make = partial(formats().dequantize, scheme, shape=shape)
+        found.append(Field(name, name, Piece(name, shape, weights.dtype, parts, make)))
+    return found
 
 
 def check_scales(scales: Tensor, modules: Sequence[str]) -> None:
     """E8M0 byte 255 stands for NaN: one of them would spoil every token. Raises CheckpointCorrupt naming the expert."""
     if int(scales.max()) == 255:
         expert = int(scales.flatten(1).amax(1).argmax())
-        raise CheckpointCorrupt(
-            f"{modules[expert]}.weight_scale holds byte 255, which stands for NaN",
-            hint="hold the file's bytes against its digest (verify at depth bytes); where they are right, its publisher has to mend it",
-        )
+        check_codes("e2m1", scales, scales, modules[expert])

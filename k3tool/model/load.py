@@ -43,7 +43,8 @@ def load_model(
     memory_bytes: int | None = None,
     progress: Progress = SILENT,
 ) -> Model:
-    """The text model with its first `layers` layers (all with None). Matrices stay in memory as they are on disk.
+    """The text model with its first `layers` layers (all with None). Matrices stay in memory as they are on disk (kv_b of
+    MLA is widened where it is quantized; on a GPU all quantized ones but experts).
 
     memory_bytes: a limit below what the machine has; where it does not hold all experts, as many of every layer as fit
     stay resident and the others are read when a token visits them. Without it, experts are never streamed.
@@ -70,7 +71,7 @@ class Prepared:
         """Raises CheckpointMissing and CheckpointCorrupt for what only the bytes show."""
         size = sum(self.located[name].spec.nbytes for name in self.used if self.slots is None or not _is_routed(name))
         progress.started("load", size)
-        weights = Weights(self.checkpoint, self.located, self.device, progress)
+        weights = Weights(self.checkpoint, self.located, self.device, progress, self.dtype)
         model = _build(weights, self.share, self.dtype, self.slots, parallel)
         progress.finished("load")
         return model
@@ -178,7 +179,7 @@ def _measure(
     slots: int | None,
 ) -> Weights:
     """The model built without reading anything: what it would occupy, and which tensors it uses."""
-    measured = Weights(checkpoint, located, device, None)
+    measured = Weights(checkpoint, located, device, None, dtype)
     _build(measured, share, dtype, slots)
     return measured
 
@@ -333,7 +334,8 @@ def _mla(weights: Weights, config: K3Config, prefix: str, tp: Group) -> MlaAtten
     rows.append(Matrix(f"{prefix}.kv_a_proj_with_mqa", (config.mla_cache_width, hidden)))
     if config.mla_output_gate:
         rows.append(Matrix(f"{prefix}.g_proj", (values, hidden)))
-    kv_b = weights.matrix(f"{prefix}.kv_b_proj", heads * pairs, config.kv_lora_rank)
+    # Absorbed into queries and outputs, head by head: no kernel multiplies with its codes.
+    kv_b = weights.plain([Matrix(f"{prefix}.kv_b_proj", (heads * pairs, config.kv_lora_rank))])
     return MlaAttention(
         heads=heads,
         key_dim=config.qk_nope_head_dim,

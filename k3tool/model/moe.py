@@ -10,7 +10,7 @@ from torch import Tensor
 
 from k3tool.config import K3Config
 from k3tool.kernels.elementwise import add, convert
-from k3tool.kernels.linear import linear
+from k3tool.kernels.linear import Weight, linear
 from k3tool.kernels.moe import Experts, experts_forward, gated_activation
 from k3tool.kernels.norm import rms_norm
 from k3tool.kernels.router import select_experts
@@ -30,8 +30,8 @@ class GatedMlp:
     """`act(x Wg^T, x Wu^T) Wd^T`. gate_up_proj: rows of gate_proj, then of up_proj."""
 
     config: K3Config
-    gate_up_proj: Tensor  # [2 I, hidden]
-    down_proj: Tensor  # [hidden, I]
+    gate_up_proj: Weight  # [2 I, hidden]
+    down_proj: Weight  # [hidden, I]
     tp: Group = ALONE
 
     def forward(self, x: Tensor, layer: int, observe: Observer | None) -> Tensor:
@@ -51,13 +51,13 @@ class SparseMoe:
     """
 
     config: K3Config
-    gate: Tensor  # [E, hidden]
+    gate: Weight  # [E, hidden]
     e_score_correction_bias: Tensor | None  # [E] float32
     experts: Experts | StreamedExperts
-    in_proj: Tensor | None
+    in_proj: Weight | None
     routed_expert_norm: Tensor | None
-    routed_expert_up_proj: Tensor | None
-    shared_down_proj: Tensor | None
+    routed_expert_up_proj: Weight | None
+    shared_down_proj: Weight | None
     owned: range
     parallel: Parallel = SINGLE
 

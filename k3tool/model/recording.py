@@ -23,7 +23,7 @@ from torch import Tensor
 from k3tool.activations import Recorded, gram_bytes, write_activations
 from k3tool.disk import STARTS_OVER, disk_errors
 from k3tool.errors import CapacityError, UnsupportedError
-from k3tool.kernels.linear import linear
+from k3tool.kernels.linear import Weight, linear
 from k3tool.kernels.moe import experts_forward, gated_activation
 from k3tool.kernels.norm import rms_norm
 from k3tool.model.attention import KdaAttention
@@ -123,7 +123,7 @@ class Recorder:
             self._attention(f"{model.config.name_prefix}model.layers.{index}.self_attn.", layer.self_attn)
             self._mlp(f"{model.config.name_prefix}model.layers.{index}.", index, layer.mlp)
 
-    def _watch(self, weight: Tensor, *modules: str, gram: bool = False) -> Moments:
+    def _watch(self, weight: Weight, *modules: str, gram: bool = False) -> Moments:
         """The inputs of products with a weight (or of what a norm's weight gives, [width])."""
         made = self._moments(modules, weight.shape[-1], gram=gram)
         self._by_weight[id(weight)] = made
@@ -181,7 +181,7 @@ class Recorder:
         """A kernel of the model that also shows its inputs."""
         if function is linear:
 
-            def watched_linear(x: Tensor, weight: Tensor) -> Tensor:
+            def watched_linear(x: Tensor, weight: Weight) -> Tensor:
                 if id(weight) in self._by_weight:
                     self._by_weight[id(weight)].add(x)
                 return linear(x, weight)

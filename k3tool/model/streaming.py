@@ -19,7 +19,7 @@ from k3tool.catalog import expert_matrix_shapes
 from k3tool.checkpoint.source import Source
 from k3tool.config import K3Config
 from k3tool.kernels.moe import Experts
-from k3tool.model.experts import Field, assemble, expert_storage, fields, settle
+from k3tool.model.experts import ExpertStorage, Field, expert_storage
 from k3tool.model.weights import Matrix, Weights, formats, scatter
 
 Forward = Callable[..., Tensor]
@@ -47,9 +47,8 @@ class StreamedExperts:
         self,
         source: Source,
         prefix: str,
-        config: K3Config,
         owned: range,
-        scheme: str,
+        storage: ExpertStorage,
         parts: list[_Part],
         device: torch.device,
     ) -> None:
@@ -58,10 +57,9 @@ class StreamedExperts:
         self._source = source
         self._prefix = prefix
         self._owned = owned
-        self._shapes = expert_matrix_shapes(config)
-        self._scheme = scheme
+        self._storage = storage
         self._parts = parts
-        self._fields = fields(config, scheme)
+        self._fields = storage.fields
         self._device = device
         self._held: dict[str, Tensor] = {}
         self._experts: Experts | None = None
@@ -71,7 +69,7 @@ class StreamedExperts:
     def allocate(self, weights: Weights, slots: int) -> None:
         """Declare the slots, so that they are counted where memory is measured."""
         for field in self._fields:
-            self._held[field.name], _ = weights.allocate((slots, *field.shape), field.dtype)
+            self._held[field.name], _ = weights.allocate((slots, *field.piece.shape), field.piece.dtype)
         self._free = list(reversed(range(slots)))
 
     @property
@@ -117,7 +115,7 @@ class StreamedExperts:
         if self._experts is None or (absent and any(name.endswith("_global") for name in self._held)):
             # Kernels may keep what they derive from the scales of whole matrices: new scales, new tensors.
             fresh = {n: t.clone() if n.endswith("_global") else t for n, t in self._held.items()}
-            self._experts = assemble(fresh, self._scheme)
+            self._experts = self._storage.assemble(fresh)
         return self._experts
 
     def _slots_for(self, ids: Tensor) -> Tensor:
@@ -131,7 +129,7 @@ class StreamedExperts:
         host = {
             field.name: self._held[field.name][slot : slot + 1]
             if self._device.type == "cpu"
-            else torch.empty((1, *field.shape), dtype=field.dtype)
+            else torch.empty((1, *field.piece.shape), dtype=field.piece.dtype)
             for field in self._fields
         }
         stored = {(part.matrix, part.part): self._buffer(part, host) for part in self._parts}
@@ -143,27 +141,28 @@ class StreamedExperts:
         for shard, pieces in reads.items():
             scatter(self._source, shard, sorted(pieces, key=lambda piece: piece[0]), None)
         for field in self._fields:
-            if field.part is None:
-                self._decode(field, stored, host[field.name])
-        settle(host, self._scheme, [f"{self._prefix}.{self._owned[expert]}"])
+            if field.piece.make is not None:
+                self._make(field, stored, host[field.name])
+        self._storage.settle(host, [f"{self._prefix}.{self._owned[expert]}"])
         if self._device.type != "cpu":
             for name, tensor in host.items():
                 self._held[name][slot : slot + 1].copy_(tensor)
 
     def _buffer(self, part: _Part, host: dict[str, Tensor]) -> memoryview:
-        """Where the bytes of a part go: straight into its field, or aside where the matrix is decoded."""
+        """Where the bytes of a part go: straight into its field, or aside where something is made of them."""
         for field in self._fields:
-            if (field.matrix, field.part) == (part.matrix, part.part):
+            if field.piece.make is None and (field.matrix, *field.piece.parts) == (part.matrix, part.part):
                 return memoryview(host[field.name].reshape(-1).view(torch.uint8).numpy())
         return memoryview(bytearray(part.nbytes))
 
-    def _decode(self, field: Field, stored: dict[tuple[str, str], memoryview], target: Tensor) -> None:
+    def _make(self, field: Field, stored: dict[tuple[str, str], memoryview], target: Tensor) -> None:
         arrays = {
             part.part: formats().view(stored[part.matrix, part.part], part.dtype, part.shape)
             for part in self._parts
             if part.matrix == field.matrix
         }
-        target[0].copy_(torch.from_numpy(formats().dequantize(self._scheme, arrays, self._shapes[field.matrix])))
+        assert field.piece.make is not None
+        target[0].copy_(torch.from_numpy(field.piece.make(arrays)))
 
 
 def stream_experts(weights: Weights, config: K3Config, prefix: str, owned: range, slots: int) -> StreamedExperts:
@@ -171,7 +170,7 @@ def stream_experts(weights: Weights, config: K3Config, prefix: str, owned: range
 
     Raises CheckpointCorrupt where the experts of a layer are not all stored in one scheme.
     """
-    scheme = expert_storage(weights, config, prefix, owned)
+    storage = expert_storage(weights, config, prefix, owned)
     parts: list[_Part] = []
     for matrix, shape in expert_matrix_shapes(config).items():
         found = [weights.parts(Matrix(f"{prefix}.{expert}.{matrix}", shape)) for expert in owned]
@@ -180,6 +179,6 @@ def stream_experts(weights: Weights, config: K3Config, prefix: str, owned: range
             shards = [places[part].shard for places in found]
             spec = place.spec
             parts.append(_Part(matrix, part, spec.dtype, spec.shape, spec.nbytes, shards, offsets))
-    streamed = StreamedExperts(weights.source, prefix, config, owned, scheme, parts, weights.device)
+    streamed = StreamedExperts(weights.source, prefix, owned, storage, parts, weights.device)
     streamed.allocate(weights, slots)
     return streamed

@@ -3,6 +3,9 @@
 Declaring allocates; `fill` reads what has been declared since the last call, scattering large positional reads into
 the destinations, so that stacked projections and stacked experts are never copied. In measuring mode nothing is
 allocated and nothing read: names, shapes and schemes are checked and the bytes are counted.
+
+On a CPU quantized matrices stay codes and scales (`k3tool.model.storage`). What no kernel takes so (odd widths, any quantized
+matrix on a GPU but experts) is widened to the dtype of the run while it is read.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from types import ModuleType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +28,12 @@ from k3tool.checkpoint.source import Source, unreadable
 from k3tool.disk import disk_errors
 from k3tool.errors import CheckpointCorrupt, CheckpointMissing
 from k3tool.events import Progress
+from k3tool.kernels.linear import StackedMatrix, StoredMatrix, Weight
+from k3tool.model.storage import Piece, Storage, check_codes, storage_of
 from k3tool.names import parse_name
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 PLAIN_SCHEMES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
@@ -57,11 +65,17 @@ class Weights:
     """Declares and reads tensors. `nbytes` counts what the declared tensors occupy in the memory of `device`."""
 
     def __init__(
-        self, checkpoint: Checkpoint, located: Mapping[str, Located], device: torch.device, progress: Progress | None
+        self,
+        checkpoint: Checkpoint,
+        located: Mapping[str, Located],
+        device: torch.device,
+        progress: Progress | None,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        """progress: None measures only."""
+        """progress: None measures only. dtype: of the run, and of what must be widened."""
         self.source = checkpoint.source
         self.device = device
+        self.dtype = dtype
         self.progress = progress
         self.nbytes = 0
         self.used: set[str] = set()
@@ -90,12 +104,24 @@ class Weights:
             raise _mismatch(f"{matrix.module}.weight", [matrix.shape], found)
         return scheme
 
-    def stack(self, matrices: Sequence[Matrix]) -> Tensor:
-        """[sum of out, in]: the rows of several modules with one input, as stored where all share a plain dtype.
+    def stack(self, matrices: Sequence[Matrix]) -> Weight:
+        """[sum of out, in]: the rows of several modules with one input.
 
-        Otherwise plain matrices become float32 (exactly), and modules in a quantized scheme bfloat16.
+        One tensor where all share a plain dtype; plain matrices of several become float32 (exactly). With a quantized one
+        among them, each as it is held by itself.
         """
-        dtypes = {PLAIN_SCHEMES.get(self.scheme(matrix), torch.bfloat16) for matrix in matrices}
+        held = [self._storage(matrix) for matrix in matrices]
+        if not any(held):
+            return self.plain(matrices)
+        parts = tuple(
+            self._stored(matrix, storage) if storage else self.plain([matrix])
+            for matrix, storage in zip(matrices, held, strict=True)
+        )
+        return parts[0] if len(parts) == 1 else StackedMatrix(parts)
+
+    def plain(self, matrices: Sequence[Matrix]) -> Tensor:
+        """As `stack`, but always one tensor: quantized matrices are widened to the dtype of the run."""
+        dtypes = {PLAIN_SCHEMES.get(self.scheme(matrix), self.dtype) for matrix in matrices}
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         result, staging = self.allocate((sum(m.shape[0] for m in matrices), matrices[0].shape[1]), dtype)
         row = 0
@@ -105,9 +131,27 @@ class Weights:
             row += rows
         return result
 
-    def matrix(self, module: str, *shape: int) -> Tensor:
+    def matrix(self, module: str, *shape: int) -> Weight:
         """One linear layer, [out, in]."""
         return self.stack([Matrix(module, shape)])
+
+    def storage(self, matrix: Matrix, scheme: str) -> Storage | None:
+        """How a module of a scheme is held as codes and scales on this device; None where it is not."""
+        parts = {part: place.spec for part, place in self._parts(matrix).items()}
+        return storage_of(scheme, parts, matrix.shape, gpu=self.device.type != "cpu")
+
+    def _storage(self, matrix: Matrix) -> Storage | None:
+        scheme = self.scheme(matrix)
+        return None if scheme in PLAIN_SCHEMES or self.device.type != "cpu" else self.storage(matrix, scheme)
+
+    def _stored(self, matrix: Matrix, storage: Storage) -> StoredMatrix:
+        held: dict[str, Tensor] = {}
+        for piece in storage.pieces:
+            held[piece.field], staging = self.allocate(piece.shape, piece.dtype)
+            self.piece(matrix, piece, staging)
+        self.rest(matrix, storage.pieces)
+        self.check(lambda: check_codes(storage.kind, held["codes"], held["scale"], matrix.module))
+        return StoredMatrix(storage.kind, held["codes"], held["scale"], storage.group_size, held.get("divisor"))
 
     def vector(self, name: str, *shapes: tuple[int, ...]) -> Tensor:
         """A small plain tensor as float32, of one of the `shapes` (the first is the expected one), as stored."""
@@ -133,22 +177,51 @@ class Weights:
         view = destination.reshape(-1).view(torch.uint8).numpy().data
         self._reads.append(_Read(place.shard, place.offset, view))
 
-    def dequantized(self, matrix: Matrix, scheme: str, destination: Tensor | None) -> None:
-        """A module of a quantized scheme into `destination` [out, in], rounded to its dtype."""
-        parts = self.parts(matrix)
+    def piece(self, matrix: Matrix, piece: Piece, destination: Tensor | None) -> None:
+        """One tensor of a matrix as it is held."""
+        if piece.make is None:
+            self.raw(f"{matrix.module}.{piece.parts[0]}", destination)
+        else:
+            self.made(matrix, piece.parts, piece.make, destination)
+
+    def made(
+        self,
+        matrix: Matrix,
+        parts: Sequence[str],
+        make: Callable[[dict[str, NDArray]], NDArray],
+        destination: Tensor | None,
+    ) -> None:
+        """What `make` makes of some stored parts of a module, by name, rounded to the dtype of `destination`."""
+        specs = {part: self._spec(f"{matrix.module}.{part}") for part in parts}
         if destination is None:
             return
-        held = {part: bytearray(place.spec.nbytes) for part, place in parts.items()}
-        for part, place in parts.items():
-            self._reads.append(_Read(place.shard, place.offset, memoryview(held[part])))
+        held = {part: self._read_aside(f"{matrix.module}.{part}") for part in parts}
 
         def convert() -> None:
-            arrays = {
-                part: formats().view(held[part], place.spec.dtype, place.spec.shape) for part, place in parts.items()
-            }
-            destination.copy_(torch.from_numpy(formats().dequantize(scheme, arrays, matrix.shape)))
+            arrays = {part: formats().view(held[part], spec.dtype, spec.shape) for part, spec in specs.items()}
+            destination.copy_(torch.from_numpy(make(arrays)))
 
         self._conversions.append(convert)
+
+    def dequantized(self, matrix: Matrix, scheme: str, destination: Tensor | None) -> None:
+        """A module of a quantized scheme into `destination` [out, in], rounded to its dtype."""
+        shape = matrix.shape
+        self.made(
+            matrix, tuple(self.parts(matrix)), lambda arrays: formats().dequantize(scheme, arrays, shape), destination
+        )
+
+    def rest(self, matrix: Matrix, pieces: Sequence[Piece]) -> None:
+        """The parts that no piece is made of (they repeat the shape): read like all others, and of no use."""
+        known = {part for piece in pieces for part in piece.parts}
+        for part in self.parts(matrix):
+            if part not in known and not self.measuring:
+                self._read_aside(f"{matrix.module}.{part}")
+
+    def _read_aside(self, name: str) -> bytearray:
+        place = self._place(name)
+        held = bytearray(place.spec.nbytes)
+        self._reads.append(_Read(place.shard, place.offset, memoryview(held)))
+        return held
 
     def fill(self) -> None:
         """Read everything that was declared, in file order, then convert, copy to the device and check it."""

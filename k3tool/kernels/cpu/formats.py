@@ -92,6 +92,15 @@ def copy_completed(e: Emitter, source: Value, bytes_: Value, step: int, room: in
     return scratch
 
 
+def widen_float16(e: Emitter, halves: Value) -> Value:
+    """16-bit integers holding float16 -> float32."""
+    if not target.host().widens_float16:
+        return from_float16(e, halves)
+    return e.convert(
+        e.convert(halves, vector(ir.HalfType(), halves.lanes), "bitcast"), vector(F32, halves.lanes), "fpext"
+    )
+
+
 @dataclass(frozen=True)
 class Plain:
     """bfloat16, float16 or float32 numbers in their natural order."""
@@ -123,10 +132,8 @@ class Plain:
     def _load(self, e: Emitter, address: Value) -> Value:
         if self.name == "bfloat16":
             return from_bfloat16(e, e.load(vector(I16, self.lanes), address))
-        if self.name == "float16" and not target.host().widens_float16:
-            return from_float16(e, e.load(vector(I16, self.lanes), address))
         if self.name == "float16":
-            return e.convert(e.load(vector(ir.HalfType(), self.lanes), address), vector(F32, self.lanes), "fpext")
+            return widen_float16(e, e.load(vector(I16, self.lanes), address))
         return e.load(vector(F32, self.lanes), address)
 
     def place(self, e: Emitter, load: Callable[[int, int], Value], out: Value) -> None:

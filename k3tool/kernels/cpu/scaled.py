@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from k3tool.kernels.cpu.emit import F32, I8, I16, I32, Emitter, Value, vector
-from k3tool.kernels.cpu.formats import RowAddress, copy_completed
-from k3tool.kernels.cpu.numeric import float_of, from_bfloat16
+from k3tool.kernels.cpu.formats import RowAddress, copy_completed, widen_float16
+from k3tool.kernels.cpu.numeric import from_bfloat16
 from k3tool.kernels.cpu.target import Target
 from k3tool.kernels.linear.stored import BITS, BOOKS, HIGH_FIRST
 
@@ -68,8 +68,11 @@ class Scaled:
         return groups * self._scale_size
 
     def vectors(self, e: Emitter, at: RowAddress) -> list[tuple[Value, Value | None]]:
-        scale = e.splat(self._load_scale(e, at.scales), self.lanes)
-        wide = vector(I32, self.lanes)
+        scale = self._load_scale(e, at.scales)
+        if self.kind == "fp8":
+            scale = e.splat(scale * 256.0, self.lanes)
+            return [(self._fp8(e, at.weights + self.lanes * half), scale) for half in range(2)]
+        scale, wide = e.splat(scale, self.lanes), vector(I32, self.lanes)
         if not self._nibbles:
             places = [at.weights + self.lanes * half for half in range(2)]
             return [
@@ -82,15 +85,18 @@ class Scaled:
     def _load_scale(self, e: Emitter, address: Value) -> Value:
         return from_bfloat16(e, e.load(I16, address)) if self.scale == "bfloat16" else e.load(F32, address)
 
+    def _fp8(self, e: Emitter, address: Value) -> Value:
+        """E4M3 numbers times 2^-8: a float16 with the same sign, the same mantissa, and an exponent that counts from 15, not 7.
+
+        That holds for the smallest ones as well, which processors widen from float16 without delay.
+        """
+        halves = e.convert(e.load(vector(I8, self.lanes), address), vector(I16, self.lanes), "sext") << 7
+        return widen_float16(e, halves & 0xBF80)
+
     def _number(self, e: Emitter, codes: Value) -> Value:
         """What 32-bit codes stand for."""
         if self.kind in BOOKS:
             return self._look_up(e, codes)
-        if (
-            self.kind == "fp8"
-        ):  # exponent and mantissa at their places in a float32, whose exponent counts from 127, not 7
-            bits = ((codes & 127) << 20) | ((codes & 128) << 24)
-            return float_of(e, bits) * 2.0**120
         return e.convert(codes - (1 << (BITS[self.kind] - 1)), vector(F32, self.lanes), "sitofp")
 
     def _look_up(self, e: Emitter, codes: Value) -> Value:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from k3tool.kernels.dispatch import twin
+from k3tool.kernels.linear.stored import BOOKS
 from k3tool.kernels.moe import reference
 from k3tool.kernels.moe.experts import ACTIVATIONS, DenseExperts, Experts, PackedExperts
 from k3tool.kernels.moe.scaled import ScaledExperts
@@ -39,9 +40,16 @@ def experts_forward(
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {ACTIVATIONS}, found {activation!r}")
     run = twin("moe", "experts_forward", x)
-    if isinstance(experts, ScaledExperts) and run.__module__.endswith(".cpu"):  # that one knows FP4 and plain matrices
+    if isinstance(experts, ScaledExperts) and not _takes(run.__module__, experts):
         run = reference.experts_forward
     return run(x, experts, ids, weights, activation, beta, linear_beta)
+
+
+def _takes(module: str, experts: ScaledExperts) -> bool:
+    """Compiled code wants a scale for every row; Triton knows no tables of codes."""
+    if module.endswith(".cpu"):
+        return experts.scale_rows == 1
+    return not module.endswith(".kernel") or experts.kind not in BOOKS
 
 
 def gated_activation(gate: Tensor, up: Tensor, activation: str, beta: float, linear_beta: float) -> Tensor:

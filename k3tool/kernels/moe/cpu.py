@@ -19,10 +19,12 @@ from k3tool.kernels.cpu import pool, product, tape, target
 from k3tool.kernels.cpu.formats import Format, Fp4, Plain
 from k3tool.kernels.cpu.product import BLOCK_ROWS, DEPTH
 from k3tool.kernels.cpu.rows import Job
+from k3tool.kernels.cpu.scaled import Scaled
 from k3tool.kernels.cpu.scratch import Scratch
 from k3tool.kernels.moe import emit
 from k3tool.kernels.moe.activation import CAPS, caps_of, gated_activation
 from k3tool.kernels.moe.experts import DenseExperts, Experts, PackedExperts, check_ids
+from k3tool.kernels.moe.scaled import ScaledExperts
 from k3tool.kernels.mxfp4 import reference as fp4
 
 __all__ = ["experts_forward", "gated_activation"]
@@ -66,8 +68,10 @@ class _Call:
 
 
 @cache
-def _compiled(format_name: str) -> _Compiled:
+def _compiled(format_name: str | tuple[str, int, str]) -> _Compiled:
     machine = target.host()
+    if isinstance(format_name, tuple):
+        return _Compiled(Scaled(*format_name, machine))
     if format_name.startswith("fp4_"):
         return _Compiled(Fp4(int(format_name[4:]), machine))
     return _Compiled(Plain(*_PLAIN[getattr(torch, format_name)], machine.float_lanes))
@@ -95,9 +99,13 @@ def _layer(experts: Experts) -> _Layer:
 
 def _prepare(experts: Experts) -> _Layer:
     ones = torch.ones(experts.num_experts)
+    name: str | tuple[str, int, str]
     if isinstance(experts, DenseExperts):
         name, table = str(experts.w1.dtype).removeprefix("torch."), ones
         matrices = [(getattr(experts, w), ones, ones) for w in ("w1", "w3", "w2")]
+    elif isinstance(experts, ScaledExperts):
+        name, table = (experts.kind, experts.group_size, str(experts.w1_scale.dtype).removeprefix("torch.")), ones
+        matrices = [(getattr(experts, f"{w}_codes"), getattr(experts, f"{w}_scale"), ones) for w in ("w1", "w3", "w2")]
     else:
         assert isinstance(experts, PackedExperts)
         codes = torch.arange(256, dtype=torch.uint8).view(experts.w1_scale.dtype)

@@ -1,4 +1,4 @@
-"""Routed experts in the storages whose scales multiply sums: FP8 by block or row, 4- and 8-bit integers by group or row."""
+"""Routed experts in the storages whose scales multiply sums: FP8, 4- and 8-bit integers, NF4 and FP4 of bitsandbytes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from k3tool.kernels.linear.stored import BITS, numbers
+
 FP8_BLOCK = 128
-KINDS = ("fp8", "int4", "int8")
+KINDS = ("fp8", "int4", "int8", "nf4", "fp4")
 GROUP_SIZES = (0, 32, 64, 128)
 
 
@@ -16,9 +18,10 @@ GROUP_SIZES = (0, 32, 64, 128)
 class ScaledExperts:
     """E experts, D wide, with I hidden units; w1 is the gate, w3 the up and w2 the down projection. All contiguous.
 
-    `*_codes` are uint8 as stored (see `k3tool.formats`): E4M3 bytes or integers + 128 [E, out, in], or two integers + 8
-    to a byte [E, out, in/2], the low nibble first. `*_scale` [E, out, in/group_size], bfloat16 or float32; with
-    group_size 0 one per row, [E, out, 1]. FP8 by block has scales [E, ceil(out/128), ceil(in/128)] and group_size 128.
+    `*_codes` are uint8 as stored (see `k3tool.formats`): E4M3 bytes or integers + 128 [E, out, in], or two 4-bit codes to a
+    byte [E, out, in/2]: integers + 8, the low nibble first, or NF4 and FP4, the high one first. `*_scale`
+    [E, out / scale_rows, in / group_size] (rounded up), bfloat16 or float32; with group_size 0 one per row. FP8 by block has
+    group_size 128, and unless said otherwise a scale for 128 rows.
     """
 
     kind: str
@@ -29,6 +32,7 @@ class ScaledExperts:
     w2_codes: Tensor
     w2_scale: Tensor
     group_size: int
+    rows_per_scale: int | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS or self.w1_codes.dim() != 3:
@@ -49,7 +53,7 @@ class ScaledExperts:
                 raise ValueError(f"{name} must be uint8 with float scales, found {codes.dtype} and {scale.dtype}")
 
     def _codes_shape(self, rows: int, columns: int) -> tuple[int, int, int]:
-        return self.num_experts, rows, columns // 2 if self.kind == "int4" else columns
+        return self.num_experts, rows, columns * BITS[self.kind] // 8
 
     def _scale_shape(self, rows: int, columns: int) -> tuple[int, int, int]:
         across = -(-columns // self.group_size) if self.group_size else 1
@@ -60,6 +64,8 @@ class ScaledExperts:
     @property
     def scale_rows(self) -> int:
         """Rows that share a scale."""
+        if self.rows_per_scale is not None:
+            return self.rows_per_scale
         return FP8_BLOCK if self.kind == "fp8" and self.group_size else 1
 
     @property
@@ -80,12 +86,5 @@ class ScaledExperts:
 
     def matrix(self, name: str, expert: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """One expert's w1, w3 ([I, D]) or w2 ([D, I]) as numbers, rounded once."""
-        codes, scale = getattr(self, f"{name}_codes")[expert], getattr(self, f"{name}_scale")[expert].float()
-        if self.kind == "fp8":
-            values = codes.view(torch.float8_e4m3fn).float()
-        elif self.kind == "int8":
-            values = codes.float() - 128
-        else:
-            values = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).float() - 8
-        down = scale.repeat_interleave(self.scale_rows, 0)[: values.shape[0]]
-        return (values * down.repeat_interleave(self.group_size or values.shape[1], 1)[:, : values.shape[1]]).to(dtype)
+        codes, scale = getattr(self, f"{name}_codes")[expert], getattr(self, f"{name}_scale")[expert]
+        return numbers(self.kind, codes, scale, self.group_size, self.scale_rows).to(dtype)
