@@ -18,13 +18,15 @@ from k3tool.cli.printer import Printer
 from k3tool.cli.prompt import Prompt, check_text
 from k3tool.commands import command as command_line
 from k3tool.commands import torchrun
-from k3tool.disk import STARTS_OVER
-from k3tool.errors import CheckFailed, Interrupted, K3Error, UnsupportedError, UsageError
+from k3tool.disk import GOES_ON, STARTS_OVER, free_bytes
+from k3tool.errors import CapacityError, CheckFailed, Interrupted, K3Error, UnsupportedError, UsageError, tell
+from k3tool.events import aside
 from k3tool.sampling import check_sampling
 from k3tool.stopping import check_stop_texts
 from k3tool.units import format_bytes, parse_size, plural
 
 if TYPE_CHECKING:
+    from k3tool.config import K3Config
     from k3tool.generate import RunResult, Session, Timing
     from k3tool.model.check import KernelCheck
     from k3tool.model.recording import Recorder
@@ -123,7 +125,9 @@ def command(
             if link.is_first:
                 if logits_out is not None:
                     _check_result_file(logits_out)
-                _read_prompt(folder, asked, stops, printer, output)
+                config = _read_prompt(folder, asked, stops, printer, output)
+                if logits_out is not None:
+                    _check_room(logits_out, len(printer.input_ids), max_new_tokens, config.vocab_size)
                 _warn_of_greedy(
                     output, temperature, {"--top-p": top_p != 1.0, "--top-k": top_k, "--seed": seed is not None}
                 )
@@ -147,12 +151,21 @@ def command(
             except KeyboardInterrupt as error:
                 printer.finish()
                 raise Interrupted.of(error, STARTS_OVER).with_document(printer.so_far) from None
+            except K3Error as error:
+                printer.finish()
+                tell(error, printer.so_far)
+                raise
             printer.finish()
-            if logits_out is not None and link.is_first:
-                write_logits(logits_out, result)
-            if recorder is not None and save_activations is not None:
-                recorder.write(save_activations)
             document = {**result.as_json(), **printer.so_far, "checks": [item.as_json() for item in checks]}
+            try:
+                if logits_out is not None and link.is_first:
+                    write_logits(logits_out, result)
+                if recorder is not None and save_activations is not None:
+                    recorder.write(save_activations)
+            except K3Error as error:  # what was computed is not lost with it
+                error.hint = error.hint.replace(GOES_ON, STARTS_OVER)
+                tell(error, document)
+                raise
             if recorder is not None:
                 document["activations"] = {"file": str(save_activations), "tokens": recorder.tokens, "gram": gram}
             if check and link.is_first:
@@ -175,9 +188,10 @@ def command(
                 output.note(_check_note(checks))
 
 
-def _read_prompt(folder: Path, asked: Prompt, stops: list[str], printer: Printer, output: Output) -> None:
-    """The prompt into the printer, with what takes the reply apart. Raises what is wrong with either, or with the files
-    that say how a reply ends: before weights are read."""
+def _read_prompt(folder: Path, asked: Prompt, stops: list[str], printer: Printer, output: Output) -> K3Config:
+    """The prompt into the printer, with what takes the reply apart. Returns the configuration.
+
+    Raises what is wrong with either, or with the files that say how a reply ends: before weights are read."""
     from k3tool.checkpoint.reader import Checkpoint
     from k3tool.checkpoint.source import LocalSource
     from k3tool.reply import Reply
@@ -193,6 +207,22 @@ def _read_prompt(folder: Path, asked: Prompt, stops: list[str], printer: Printer
         )
     live = not output.json and not output.quiet
     printer.start(tokenizer, stops=stops, reply=Reply(thinking=asked.thinks) if asked.chat else None, live=live)
+    return checkpoint.config
+
+
+def _check_room(path: Path, prompt: int, new: int, vocab_size: int) -> None:
+    """Raises CapacityError where the logits of the prompt do not fit on the disk of `path`; warns where those of all new
+    tokens would not."""
+    free = free_bytes(path.absolute().parent)
+    sure, most = (4 * vocab_size * tokens for tokens in (prompt, prompt + max(0, new - 1)))
+    if free is None or most <= free:
+        return
+    if sure > free:
+        raise CapacityError(
+            f"{path}: {format_bytes(sure)} of logits for {plural(prompt, 'token')} to write, {format_bytes(free)} free there",
+            hint="name a file on another disk, give a shorter prompt, or leave out --logits-out",
+        )
+    aside(f"{path}: the logits take up to {format_bytes(most)}, and {format_bytes(free)} are free there")
 
 
 def _warn_of_greedy(output: Output, temperature: float, given: Mapping[str, object]) -> None:

@@ -20,6 +20,7 @@ from k3tool import generate
 from k3tool.chat import render, render_prompt
 from k3tool.cli.printer import visible
 from k3tool.cli.prompt import parse_ids
+from k3tool.disk import refusal
 from k3tool.errors import UsageError
 from k3tool.synthetic import tiny_config, write_checkpoint
 from k3tool.tokenizer import load_tokenizer
@@ -535,6 +536,53 @@ def test_results_replace_results_only(mini: Path, tmp_path: Path, capsys, option
     (tmp_path / "result").touch()  # an empty file holds nothing
     for _ in range(2):
         assert k3tool(capsys, "run", folder, *prompt, option, tmp_path / "result").code == 0
+
+
+def test_logits_that_do_not_fit(mini: Path, tmp_path: Path, capsys, monkeypatch):
+    out = tmp_path / "out.safetensors"
+    command = (
+        "run",
+        mini,
+        "--input-ids",
+        "1,2,3",
+        "--max-new-tokens",
+        3,
+        "--ignore-eos",
+        "--logits-out",
+        out,
+        "--json",
+    )
+    monkeypatch.setattr("k3tool.cli.run.free_bytes", lambda _: 3 * 256 * 4 - 1)
+    ran = k3tool(capsys, *command)  # known before the run
+    assert (
+        ran.code == 12 and "3.07 kB of logits for 3 tokens to write, 3.07 kB free there" in ran.json["error"]["message"]
+    )
+    monkeypatch.setattr("k3tool.cli.run.free_bytes", lambda _: 3 * 256 * 4)
+    ran = k3tool(capsys, *command)
+    assert ran.code == 0 and "the logits take up to 5.12 kB" in ran.err
+    monkeypatch.undo()
+
+    def full(*_: object) -> None:
+        raise refusal(OSError(28, "No space left on device"), out, "write")
+
+    monkeypatch.setattr(generate, "write_logits", full)
+    ran = k3tool(capsys, *command)
+    assert ran.code == 12 and ran.json["error"]["hint"].endswith("run the same command again: it starts over")
+    assert len(ran.json["token_ids"]) == 3 and ran.json["finish_reason"] == "length"
+
+
+def test_a_failure_keeps_what_was_generated(mini: Path, capsys, monkeypatch):
+    decode, calls = generate.decode_one_token, []
+
+    def overflows(*arguments):
+        calls.append(1)
+        logits = decode(*arguments)
+        return logits * float("nan") if len(calls) == 3 else logits
+
+    monkeypatch.setattr(generate, "decode_one_token", overflows)
+    ran = k3tool(capsys, "run", mini, "--input-ids", "1,2", "--max-new-tokens", 6, "--ignore-eos", "--json")
+    assert ran.code == 1 and "overflowed" in ran.json["error"]["message"]
+    assert len(ran.json["token_ids"]) == 3 and ran.json["input_ids"] == [1, 2]
 
 
 def test_no_tokenizer_says_how_to_pass_ids(mini: Path, capsys):
