@@ -218,12 +218,14 @@ class Finder:
     def _least(self, allowed: Callable[[int], bool]) -> Option | None:
         """The preferred layout of the smallest allowed number of GPUs that holds it; every number up to
         MAX_SEARCHED_GPUS is covered. With more EP a rank never holds more, so that for each TP and PP the smallest EP
-        that fits is found by bisection."""
+        that fits is found by bisection. So few that even shares of the weights are too large are not tried."""
         config, best = self.inventory.config, MAX_SEARCHED_GPUS + 1
+        room = self.card.memory_bytes - self.card.margin_bytes if self.card is not None else 0
+        least = self.inventory.total_bytes // max(1, room)
         tps, eps, max_pp = layouts.Factors.of(config, self.redundant)
         pairs = ((tp, pp) for tp in tps for pp in range(1, min(max_pp, MAX_SEARCHED_GPUS) + 1))
         for tp, pp in sorted(pairs, key=lambda pair: pair[0] * pair[1]):
-            sizes = [Layout(tp, ep, pp) for ep in eps if tp * ep * pp < best and allowed(tp * ep * pp)]
+            sizes = [Layout(tp, ep, pp) for ep in eps if least <= tp * ep * pp < best and allowed(tp * ep * pp)]
             if sizes and self._holds(sizes[-1]):
                 best = sizes[bisect_left(sizes, True, key=self._holds)].ranks
         return next(self.fitting(best), None) if best <= MAX_SEARCHED_GPUS else None

@@ -197,6 +197,8 @@ def test_redundant_experts_make_the_expert_parallelism_of_a_rack(k3: Inventory):
     assert given.largest.weights["routed_experts"] == 13 * one and len(given.ranks) == 72
     with pytest.raises(UsageError, match="redundant"):
         plan_deployment(k3, source="k3", ep=72, redundant=1000)
+    fewest = plan_deployment(k3, source="k3", card=parse_card("gb200"), redundant=40).reason
+    assert "are the fewest that hold it with gb200 (186 GB) each and 40 redundant experts (" in fewest
 
 
 small = st.fixed_dictionaries(

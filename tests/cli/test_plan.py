@@ -330,6 +330,16 @@ def test_damaged_sources(mini: Path, tmp_path: Path, capsys):
     assert ran.code == 11 and "model-00003-of-000011.safetensors" in ran.err
 
 
+@pytest.mark.parametrize("name", ["num_experts", "num_hidden_layers", "vocab_size", "moe_intermediate_size"])
+def test_numbers_that_no_model_has_are_refused_before_anything_is_counted(name: str, tmp_path: Path, capsys):
+    document = release.config_dict()
+    document["text_config"][name] = 10_000_000_000
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    for options in (("--gpus", 16), ("--gpu-memory", "h200")):
+        ran = k3tool(capsys, "plan", tmp_path / "config.json", *options)
+        assert ran.code == 11 and f"{name} must be a whole number of at most" in ran.err
+
+
 def test_report(tmp_path: Path, capsys):
     page = tmp_path / "plan.html"
     ran = k3tool(capsys, "plan", "k3", "--gpus", 16, "--report", page, "--json")
