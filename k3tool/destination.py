@@ -46,14 +46,20 @@ def guard(dest: Path, source: Source, plan: Plan, *, overwrite: bool, goes_on: b
         held = sorted(name for name in os.listdir(dest) if name not in _IGNORED and not is_strewn(name))
     if not held or (dest / LEDGER_FOLDER).is_dir():  # the ledger itself refuses another job's unfinished work
         return
-    with contextlib.suppress(CheckpointCorrupt):
-        manifest = load_manifest(dest)
-        if manifest is not None and manifest.extra.get("plan") == plan.id:
-            return
+    if is_of(dest, plan):
+        return
     raise UsageError(
         f"{dest} already holds something else: {', '.join(held[:3])}{', ...' if len(held) > 3 else ''}",
         hint="name an empty folder, or add --overwrite to replace what k3tool writes there",
     )
+
+
+def is_of(dest: Path, plan: Plan) -> bool:
+    """Whether DEST holds files that a command with this plan has finished."""
+    with contextlib.suppress(CheckpointCorrupt):
+        manifest = load_manifest(dest)
+        return manifest is not None and manifest.extra.get("plan") == plan.id
+    return False
 
 
 def _check_only_copy(dest: Path) -> None:

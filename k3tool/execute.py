@@ -22,7 +22,7 @@ from k3tool.checkpoint.ranges import OPEN_FILES
 from k3tool.checkpoint.source import Source
 from k3tool.checkpoint.table import Tensors
 from k3tool.checkpoint.writer import AtomicFile
-from k3tool.destination import check_space, clear, clearable_bytes, guard
+from k3tool.destination import check_space, clear, clearable_bytes, guard, is_of
 from k3tool.disk import make_folder
 from k3tool.errors import CapacityError, K3Error, PartlyDone, UsageError, tell
 from k3tool.events import SILENT, Progress
@@ -30,6 +30,7 @@ from k3tool.lockstep import limit
 from k3tool.memory import peak_bytes
 from k3tool.parts import Part, await_others, parts_left, shares
 from k3tool.plan import FileJob, Plan
+from k3tool.proofs import differing
 from k3tool.reclaim import Reclaimer
 from k3tool.units import format_bytes
 from k3tool.worker import Finished, Stopped, Worker, run_threads
@@ -139,7 +140,8 @@ def execute(
     goes_on = options.reclaimer is not None and options.reclaimer.goes_on
     guard(dest, tensors.source, plan, overwrite=options.overwrite, goes_on=goes_on)
     workers, buffer_bytes = allowance(wanted, tensors.source, options)
-    replaces = options.overwrite and dest.is_dir()
+    keeps_others = only is not None and is_of(dest, plan)
+    replaces = options.overwrite and dest.is_dir() and not keeps_others
     if replaces:  # before anything is removed
         needed = options.reclaimer.needed_bytes(wanted) if options.reclaimer else None
         check_space(dest, wanted, needed=needed, freed=clearable_bytes(dest))
@@ -269,24 +271,35 @@ class _Run:
 
     def _earlier(self) -> dict[str, FileRecord]:
         """Files of the same job that a completed command left here (other ranks, or this very command)."""
-        if self.options.overwrite:
-            return {}
         found = load_manifest(self.dest)
         if found is None or found.extra.get("plan") != self.plan.id:
             return {}
+        again = {job.path for job in self.wanted} if self.options.overwrite else ()
         return {
             name: record
             for name, record in found.files.items()
-            if (self.dest / name).is_file() and (self.dest / name).stat().st_size == record.size
+            if name not in again and (self.dest / name).is_file() and (self.dest / name).stat().st_size == record.size
         }
+
+    def _drop_damaged(self, share: Sequence[FileJob]) -> None:
+        """Of this process's share forget files of an earlier command that do not read as they were written: this writes
+        them again."""
+        kept = {job.path: self.earlier[job.path].sha256 for job in share if job.path in self.earlier}
+        unsure = {name: sha256 for name, sha256 in kept.items() if name not in self.ledger.done}
+        for name in differing(self.dest, unsure, workers=self.options.max_workers, progress=self.options.progress):
+            self.options.progress.warn(f"{self.dest / name} does not read as it was written: it is written again")
+            del self.earlier[name]
 
     def done(self) -> dict[str, FileRecord]:
         return {**self.earlier, **self.ledger.done}
 
     def write(self, workers: int, buffer_bytes: int, *, is_room_known: bool = False) -> Report:
+        share = [job for batch in self._share() for job in batch]
+        if not self.options.reclaimer:  # it has read them
+            self._drop_damaged(share)
         done = self.done()
         report = self.report
-        report.share = [job.path for batch in self._share() for job in batch]
+        report.share = [job.path for job in share]
         report.kept, report.workers = [job.path for job in self.wanted if job.path in done], workers
         if self.options.finalize:
             return report
@@ -381,7 +394,7 @@ class _Run:
                 self.options.reclaimer.durable(report.files)
             for small in closing(report):
                 report.files[small.path] = write_small(self.dest / small.path, small.data)
-            manifest = Manifest(self.plan.command, self.tensors.source.label, self.revision, dict(report.files))
+            manifest = Manifest(self.plan.command, source_name(self.tensors.source), self.revision, dict(report.files))
             manifest.extra.update(self.manifest, plan=self.plan.id)
             report.manifest = manifest.write(self.dest)
         if self.ledger.part:
@@ -407,12 +420,18 @@ def write_small(path: Path, data: bytes | Callable[[], Iterable[bytes]]) -> File
     return FileRecord(file.size, file.sha256)
 
 
+def source_name(source: Source) -> str:
+    """The source for a command that is run again, perhaps in another folder."""
+    return os.path.abspath(source.label) if os.path.isdir(source.label) else source.label
+
+
 def source_identity(source: Source, digest: str) -> dict[str, str]:
     """What names a source in a plan's description: where it is (of a Hub repository the commit), and the digest of
     what the plan was made from."""
     root = source.local_path("")
     former = getattr(source, "former_root", None)  # of a source that was moved while it was given up
-    where = f"{source.label} {getattr(source, 'commit', '')}" if root is None else former or os.path.realpath(root)
+    remote = f"{getattr(source, 'repo', source.label)} {getattr(source, 'commit', '')}"
+    where = remote if root is None else former or os.path.realpath(root)
     return {"source": where, "digest": digest}
 
 

@@ -25,6 +25,7 @@ PROOFS_NAME = ".k3tool-proofs.jsonl"
 MAX_PROOFS_BYTES = 64 << 20
 _unproven = corrupt("")
 BLOCK_BYTES = 1 << 20
+READERS = 4  # files read at once, where no other number is asked for
 BEHIND_BYTES = 16 << 20
 
 
@@ -138,6 +139,23 @@ class Readers:
     def close(self) -> None:
         self._stop.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def differing(
+    folder: Path, digests: Mapping[str, str], *, workers: int | None = None, progress: Progress = SILENT
+) -> list[str]:
+    """Names of files whose SHA-256 is not the one given, or that cannot be read. What `verify` has read and what has not
+    changed since is not read again."""
+    book, task = ProofBook(folder), "check files"
+    found = {name: proof.sha256 for name in digests if (proof := book.valid(name)) is not None}
+    unread = [name for name in digests if name not in found]
+    if unread:
+        progress.started(task, sum(_size(folder / name) for name in unread))
+        readers = Readers(folder, unread, workers=workers or READERS, task=task, progress=progress)
+        with contextlib.closing(readers):
+            found.update((name, "" if isinstance(read, OSError) else read.sha256) for name, read in readers)
+        progress.finished(task)
+    return [name for name in digests if found.get(name) != digests[name]]
 
 
 def _size(path: Path) -> int:

@@ -24,7 +24,7 @@ from k3tool.config import K3Config
 from k3tool.disk import make_folder
 from k3tool.errors import CheckFailed, UsageError
 from k3tool.events import SILENT, Progress
-from k3tool.execute import Options, Report, SmallFile, execute
+from k3tool.execute import Options, Report, SmallFile, execute, source_name
 from k3tool.layout import Layout
 from k3tool.names import component_of, parse_name
 from k3tool.readback import Readback, check_digests
@@ -390,7 +390,7 @@ def _closing(result: QuantizeResult) -> Iterator[SmallFile]:
         yield SmallFile(name, _json(document))
     source_card = source_card_of(job.prepared.opened.source)
     revision = getattr(job.prepared.opened.source, "commit", None)
-    card = model_card(head, revision=revision, command=f"k3tool {job.prepared.plan.command}", source_card=source_card)
+    card = model_card(head, revision=revision, command=_shown(job), source_card=source_card)
     for small in closing_files(job.prepared, result.report):
         if PurePosixPath(small.path).name in quantize_config.OTHER_PLACES:  # what the source said of itself
             document = job.change.section.files.get(PurePosixPath(small.path).name)
@@ -410,6 +410,14 @@ def _activations(change: Change) -> dict[str, Any]:
     if recorded is None:
         return {}
     return {"activations": {"file": recorded.path.name, "sha256": recorded.sha256, "tokens": recorded.tokens}}
+
+
+def _shown(job: PreparedQuantization) -> str:
+    """The command for readers of the model card: files by their names alone, whatever folders are called here."""
+    source, line = job.prepared.opened.source, job.prepared.plan.command
+    words = shlex.split(job.change.options)
+    shown = shlex.join(os.path.basename(word) if os.path.isabs(word) else word for word in words)
+    return f"k3tool {line.replace(source_name(source), source.label).replace(job.change.options, shown)}"
 
 
 def _check(components: Mapping[str, Mapping[str, Any]], max_rel_error: float | None, exact: bool) -> None:

@@ -21,7 +21,7 @@ from k3tool.checkpoint.source import Source, open_source, opened_source
 from k3tool.checkpoint.table import TensorTable
 from k3tool.errors import CheckFailed, K3Error, UsageError
 from k3tool.events import SILENT
-from k3tool.execute import Options, Report, SmallFile, execute, source_identity
+from k3tool.execute import Options, Report, SmallFile, execute, source_identity, source_name
 from k3tool.garbage import collector_paused
 from k3tool.layout import Layout, check, choose, expert_block, rank_folder, stages
 from k3tool.lockstep import reads_of
@@ -285,7 +285,7 @@ def reclaimer_of(prepared: Prepared, dest: Path, options: Options, verify: bool)
         prepared.plan,
         table,
         dest,
-        _layout_options(prepared.request, prepared.layout),
+        layout_options(prepared.request, prepared.layout),
         lambda jobs: _differing(prepared, jobs, dest, replace(options, progress=SILENT)),
         overwrite=options.overwrite,
     )
@@ -309,10 +309,11 @@ def _differing(prepared: Prepared, jobs: Sequence[FileJob], dest: Path, options:
 
 def _command(request: Request, layout: Layout, opened: Opened, change: Change | None) -> str:
     name, options = ("reshard", "") if change is None else (change.command, f"{change.options} ")
-    return f"{name} {opened.source.label} {options}{_layout_options(request, layout)}"
+    return f"{name} {source_name(opened.source)} {options}{layout_options(request, layout)}"
 
 
-def _layout_options(request: Request, layout: Layout) -> str:
+def layout_options(request: Request, layout: Layout) -> str:
+    """What decides the files of a result, as options."""
     return (
         f"--layout {request.form} --tp {layout.tp} --ep {layout.ep} --pp {layout.pp} "
         f"--max-shard-size {request.max_shard_bytes}"
@@ -381,7 +382,9 @@ def _rank_files(prepared: Prepared, rank: int, report: Report, held: Sequence[Sm
     prefix = folder + "/"
     files = {name[len(prefix) :]: record for name, record in report.files.items() if name.startswith(prefix)}
     files.pop(MANIFEST_NAME, None)
-    manifest = Manifest(f"{prepared.plan.command} --rank {rank}", prepared.opened.source.label, None, files)
+    source = prepared.opened.source
+    command, commit = f"{prepared.plan.command} --rank {rank}", getattr(source, "commit", None)
+    manifest = Manifest(command, source_name(source), commit, files)
     yield SmallFile(f"{prefix}{MANIFEST_NAME}", manifest.as_bytes())
 
 

@@ -12,14 +12,18 @@ import re
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from k3tool.checkpoint.address import parse_repository
 from k3tool.checkpoint.content import HEAD_BYTES, Content, recognise
 from k3tool.checkpoint.outside import decode_json
 from k3tool.commands import command
 from k3tool.errors import CheckpointCorrupt, K3Error
+
+if TYPE_CHECKING:
+    from k3tool.checkpoint.manifest import Manifest
 
 _WRITE = "write it again: "
 NAMED_FILES = 8  # as many are named one by one; beyond that a command brings all that is wrong
@@ -199,9 +203,7 @@ def _written(folder: Path, names: Sequence[str], *, overwrite: bool = True) -> s
         return f"this brings it: {fetch_command(folder, manifest.source, manifest.revision, names, manifest.extra)}"
     with suppress(ValueError):
         if words[0] in ("reshard", "quantize"):
-            return _write_again(
-                folder, manifest.source, words[0], manifest.command, ["--overwrite"] if overwrite else []
-            )
+            return _write_again(folder, manifest)
     return ""
 
 
@@ -228,22 +230,33 @@ def fetch_command(
     return command(*words, *options, "--local-dir", folder)
 
 
-def _write_again(folder: Path, source: str, name: str, line: str, more: list[str]) -> str:
-    """`reshard` or `quantize` as it was given, with its DEST."""
-    beginning = f"{name} {source}"
-    if not line.startswith(beginning):
+def _write_again(folder: Path, manifest: Manifest) -> str:
+    """`reshard` or `quantize` as it was given, with its DEST. What reads as it was written is kept by it."""
+    from k3tool.checkpoint.manifest import MANIFEST_NAME
+
+    name, _, rest = manifest.command.partition(" ")
+    source = manifest.source
+    if not rest.startswith(source):
         return ""
-    if not (Path(source).is_dir() or re.fullmatch(rf"{_REPO.pattern}(@.+)?", source, re.ASCII)):
+    is_folder = Path(source).is_dir()
+    if not (is_folder or re.fullmatch(rf"{_REPO.pattern}(@.+)?", source, re.ASCII)):
         return f"it was written by `{name}` from {source}, which is not here: bring that back and write this again"
-    if Path(source).is_dir() and _given_up(Path(source)):
+    if is_folder and _given_up(Path(source)):
         return (
             f"its source {source} was given up while it was written: copy the file again from a backup of this folder"
         )
-    options = shlex.split(line[len(beginning) :])
+    options = shlex.split(rest[len(source) :])
+    for option, value in pairwise(options):
+        if option in ("--recipe", "--activations") and not Path(value).is_file():
+            return f"it was written by `{name}` with {option} {value}, which is not here: bring that back and write this again"
     if RANK_FOLDER.fullmatch(folder.name):  # one rank's own manifest: the command wrote the folder above
+        if not (folder.parent / MANIFEST_NAME).is_file():
+            return "copy it again from the folder of ranks that this one was copied from"
         folder = folder.parent
-    where: str | Path = Path(source) if Path(source).is_dir() else source
-    return f"{_WRITE}{command(name, where, folder, *options, *more)}"
+    where: str | Path = Path(source) if is_folder else source
+    if not is_folder and isinstance(manifest.revision, str) and _COMMIT.fullmatch(manifest.revision):
+        where = f"{source.partition('@')[0]}@{manifest.revision}"
+    return f"{_WRITE}{command(name, where, folder, *options)}"
 
 
 def _cached(folder: Path, names: Sequence[str]) -> str:

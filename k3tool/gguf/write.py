@@ -24,7 +24,7 @@ from k3tool.commands import command
 from k3tool.config import K3Config
 from k3tool.errors import CheckFailed, UsageError
 from k3tool.events import SILENT, Progress
-from k3tool.execute import Options, Report, SmallFile, execute, source_identity
+from k3tool.execute import Options, Report, SmallFile, execute, source_identity, source_name
 from k3tool.garbage import collector_paused
 from k3tool.gguf.container import TYPES, GgmlType, TensorInfo, Value, build_head, i32, u16
 from k3tool.gguf.mapping import GgufTensor, Types, gguf_tensors
@@ -213,15 +213,15 @@ def prepare(source: str | Path | Source, options: GgufOptions) -> Prepared:
         "heads": hashlib.sha256(b"".join(heads)).hexdigest(),
         **source_identity(checkpoint.source, table.digest()),
     }
-    plan = Plan(_command(checkpoint.source.label, options), tuple(jobs), description)
+    plan = Plan(_command(source_name(checkpoint.source), options), tuple(jobs), description)
     return Prepared(plan, table, tensors, files, warnings, _left_out(table, left), options.exact)
 
 
-def _command(label: str, options: GgufOptions) -> str:
+def _command(source: str, options: GgufOptions) -> str:
     """What writes the same files again, without its DEST."""
     vocabulary = "" if options.vocabulary == "auto" else f" --vocabulary {options.vocabulary}"
     return (
-        f"quantize {label} --format gguf --trunk {options.trunk} --experts {options.experts} "
+        f"quantize {source} --format gguf --trunk {options.trunk} --experts {options.experts} "
         f"--max-shard-size {options.max_file_bytes}{vocabulary}{' --exact' if options.exact else ''}"
     )
 

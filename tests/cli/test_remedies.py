@@ -83,6 +83,85 @@ def test_the_hint_of_verify_mends(kind, damage, mini, hub, tmp_path, capsys, mon
     assert k3tool(capsys, "verify", out, "--depth", "bytes", "--full").code == 0
 
 
+RECIPE = 'latent = "fp8-channel"\n[[rule]]\nmatch = "re:.*experts.*"\nscheme = "int4"\ngroup_size = 32\n'
+ASKED: dict[str, list[object]] = {
+    "ranks": ["reshard", "a source", "the result", "--gpus", 2, "--ep", 2],
+    "ranks, small files": ["reshard", "a source", "the result", "--ep", 2, "--max-shard-size", "200KB"],
+    "one rank": ["reshard", "a source", "the result", "--gpus", 2, "--ep", 2, "--rank", 1],
+    "grouped": ["reshard", "a source", "the result", "--ep", 2, "--layout", "hf"],
+    "of the Hub": ["reshard", REPO, "the result", "--gpus", 2, "--ep", 2],
+    "recipe": ["quantize", "a source", "the result", "--recipe", "my recipe.toml", "--ep", 2, "--scales", "plain"],
+    "gguf": [
+        "quantize",
+        "a source",
+        "the result",
+        "--format",
+        "gguf",
+        "--max-shard-size",
+        "1MB",
+        "--vocabulary",
+        "ids",
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", ASKED)
+def test_what_wrote_a_damaged_file_writes_it_alone_again(kind, mini, hub, tmp_path, capsys, monkeypatch):
+    """The hint is pasted in another folder; what reads as it was written stays as it is, of other ranks too."""
+    monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+    monkeypatch.chdir(tmp_path)
+    copy_checkpoint(mini, tmp_path / "a source")
+    (tmp_path / "my recipe.toml").write_text(RECIPE)
+    assert k3tool(capsys, *ASKED[kind], "-q").code == 0
+    out = tmp_path / "the result"
+    folders = sorted(out.glob("rank-*")) or [out]
+    files = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.suffix in (".safetensors", ".gguf")}
+    before = {path: path.read_bytes() for path in files}
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for folder in (folders[-1], out):
+        damaged = next(path for path in files if folder in path.parents)
+        flip(damaged)
+        ran = k3tool(capsys, "verify", folder, "--depth", "bytes")
+        assert ran.code == 11 and damaged.name in ran.err
+        mended = run_hint(capsys, hint_of(ran))
+        assert mended.code == 0, (hint_of(ran), mended.err)
+        assert k3tool(capsys, "verify", folder, "--depth", "bytes", "--full").code == 0
+        assert {path: path.read_bytes() for path in files} == before
+        touched = [path for path in files if path.stat().st_mtime_ns != files[path]]
+        assert damaged in touched and len(touched) <= 2
+        files[damaged] = damaged.stat().st_mtime_ns
+
+
+def test_what_a_folder_was_made_with_and_is_not_here_is_named(mini, tmp_path, capsys):
+    source, out, recipe = copy_checkpoint(mini, tmp_path / "k3"), tmp_path / "out", tmp_path / "r.toml"
+    recipe.write_text(RECIPE)
+    assert k3tool(capsys, "quantize", source, out, "--recipe", recipe, "--ep", 2, "-q").code == 0
+    rank = out / "rank-00001-of-00002"
+    alone = shutil.copytree(rank, tmp_path / "a node" / rank.name)
+    for folder in (rank, alone):
+        flip(next(folder.glob("*.safetensors")))
+    hint = hint_of(k3tool(capsys, "verify", alone, "--depth", "bytes"))
+    assert "from the folder of ranks that this one was copied from" in hint and "k3tool " not in hint
+    recipe.unlink()
+    hint = hint_of(k3tool(capsys, "verify", rank, "--depth", "bytes"))
+    assert f"with --recipe {recipe}, which is not here" in hint
+    recipe.write_text(RECIPE)
+    shutil.rmtree(source)
+    hint = hint_of(k3tool(capsys, "verify", rank, "--depth", "bytes"))
+    assert f"from {source}, which is not here" in hint
+
+
+def test_one_rank_that_is_overwritten_leaves_the_others(mini, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert k3tool(capsys, "reshard", mini, out, "--gpus", 2, "--ep", 2, "-q").code == 0
+    stamps = {path: path.stat().st_mtime_ns for path in out.rglob("*.safetensors")}
+    assert k3tool(capsys, "reshard", mini, out, "--gpus", 2, "--ep", 2, "--rank", 0, "--overwrite", "-q").code == 0
+    changed = {path.parent.name for path in stamps if path.stat().st_mtime_ns != stamps[path]}
+    assert changed == {"rank-00000-of-00002"}
+    assert k3tool(capsys, "verify", out, "--depth", "bytes").code == 0
+
+
 @pytest.mark.parametrize("name", ["config.json", INDEX])
 def test_a_fetched_folder_without_its_configuration(name, hub, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)

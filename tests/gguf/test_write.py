@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from k3tool import execute
 from k3tool.checkpoint.manifest import load_manifest
 from k3tool.checkpoint.reader import Checkpoint
 from k3tool.errors import CapacityError, CheckFailed, CheckpointCorrupt, UnsupportedError, UsageError
@@ -270,7 +271,7 @@ def test_digests_are_recorded(mini, tmp_path):
     assert not (tmp_path / "x" / ".k3tool").exists()
 
 
-def test_read_back_finds_a_changed_byte(mini, tmp_path):
+def test_read_back_finds_a_changed_byte(mini, tmp_path, monkeypatch):
     write_gguf(mini, tmp_path / "x")
     path = next((tmp_path / "x").glob("*.gguf"))
     data = bytearray(path.read_bytes())
@@ -278,6 +279,16 @@ def test_read_back_finds_a_changed_byte(mini, tmp_path):
     stamp = path.stat()
     path.write_bytes(data)
     os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    report = write_gguf(mini, tmp_path / "x", verify=True).report
+    assert report.bytes_written == path.stat().st_size  # it was written again
+    written = execute.write_small
+
+    def spoiled(where: Path, content: Any) -> Any:
+        if where.name == "k3tool-gguf.json":
+            path.write_bytes(data)
+        return written(where, content)
+
+    monkeypatch.setattr(execute, "write_small", spoiled)
     with pytest.raises(CheckFailed, match=f"{path.name} differs from what was written"):
         write_gguf(mini, tmp_path / "x", verify=True)
 
