@@ -194,7 +194,7 @@ class Inventory:
 
 
 def _one_number(text: str, kind: Kind) -> TensorName | None:
-    """A number beside a matrix that engines read, such as a scale of its inputs (`q_proj.input_scale`)."""
+    """A number beside a matrix that engines read, such as a scale of what is cached (`k_proj.k_scale`)."""
     module, _, part = text.rpartition(".")
     owner = parse_name(f"{module}.weight") if part.endswith("scale") and prod(kind.shape) == 1 else None
     return None if owner is None else owner._replace(part=part)

@@ -468,7 +468,7 @@ def test_numbers_beside_a_matrix_are_counted_and_other_names_are_not(mini: Path)
     scaled = Inventory.from_tensors(checkpoint.config, {**items, **scales}.items())
     assert scales and scaled.total_bytes == bare + 4 * len(scales)
     assert sum(scaled.weights(Layout(ep=2))[0].values()) > 0
-    for name, kind in (("input_scale", Kind("F32", (2,))), ("secret", Kind("F32", ()))):
+    for name, kind in (("k_scale", Kind("F32", (2,))), ("secret", Kind("F32", ()))):
         odd = {**items, f"language_model.model.layers.1.self_attn.o_proj.{name}": kind}
         with pytest.raises(CheckpointCorrupt, match=name):
             Inventory.from_tensors(checkpoint.config, odd.items())
