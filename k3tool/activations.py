@@ -4,6 +4,8 @@ A safetensors file. `MODULE.input_mean_square` F32 [n]: the mean square of each 
 that were fed. `MODULE.input_gram` F32 [n, n], where it was asked for: the mean of x x^T. Routed experts of a layer share
 one entry each for w1, w2 and w3 (`....block_sparse_moe.experts.w1`), over all visits of tokens to experts: with 896
 experts a calibration text visits most of them a few times only, and what a few tokens say of one is noise.
+`MODULE.input_held` F32 [h, n]: some of the inputs themselves, beside a Gram matrix, which counts them too: they can be taken
+out of it, and then tell whether what was made for the others is good for these.
 
 Nothing here imports torch. What a file says is checked before it is used.
 """
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 FORMAT, VERSION = "k3tool-activations", "1"
-SQUARES, GRAM = ".input_mean_square", ".input_gram"
+SQUARES, GRAM, HELD = ".input_mean_square", ".input_gram", ".input_held"
 READ_BYTES = 8 << 20
 AGAIN = "record it again, by run with --save-activations"
 _OTHERS = ("raw", "quantization", "dtype", "vision")  # of a configuration: not what the text model computes
@@ -99,7 +101,8 @@ class Activations:
             raise _corrupt(f"{path}: tokens must be a number above 0, found {tokens!r:.40}")
         for spec in header.tensors:
             square = len(spec.shape) == 2 and spec.shape[0] == spec.shape[1] and spec.name.endswith(GRAM)
-            if spec.dtype != "F32" or not (square or (len(spec.shape) == 1 and spec.name.endswith(SQUARES))):
+            some = len(spec.shape) == 2 and 0 < spec.shape[0] < int(tokens) and spec.name.endswith(HELD)
+            if spec.dtype != "F32" or not (square or some or (len(spec.shape) == 1 and spec.name.endswith(SQUARES))):
                 raise _corrupt(f"{path}: {spec.name} {spec.dtype} {list(spec.shape)} is no second moment")
         specs = {spec.name: spec for spec in header.tensors}
         return cls(path, specs, header.data_start, int(tokens), said.get("model", ""))
@@ -167,6 +170,39 @@ class Activations:
                 raise _corrupt(f"{self.path}: {spec.name} has NaN, infinity or a wrong diagonal in row {bad}")
             yield taken, values
 
+    def held(self, module: str, columns: int) -> NDArray[np.float32] | None:
+        """[h, columns]: inputs that can be kept aside; None where the file has none. Raises UnsupportedError for another
+        width, CheckpointCorrupt for a number that is none."""
+        import numpy as np
+
+        found = self._specs.get(entry_of(module) + HELD)
+        if found is None:
+            return None
+        spec = self._spec(found.name, (found.shape[0], columns))
+        values = np.frombuffer(self._read(spec, 0, spec.nbytes), "<f4").reshape(-1, columns)
+        if not np.isfinite(values).all():
+            raise _corrupt(f"{self.path}: {spec.name} has NaN or infinity")
+        return values
+
+    def gram_without(
+        self, module: str, columns: int, rows: int, held: NDArray[np.float32]
+    ) -> Iterator[tuple[slice, NDArray[np.float32]]]:
+        """As `gram`, of the other tokens alone. held: what `held` gave."""
+        others = self.tokens - len(held)
+        for taken, values in self.gram(module, columns, rows):
+            apart = held[:, taken].T.astype("f8") @ held
+            yield taken, ((values.astype("f8") * self.tokens - apart) / others).astype("f4")
+
+    def mean_square_without(self, module: str, columns: int, held: NDArray[np.float32]) -> NDArray[np.float32]:
+        """As `mean_square`, of the other tokens alone."""
+        apart = (held.astype("f8") ** 2).sum(0)
+        squares = self.mean_square(module, columns).astype("f8") * self.tokens - apart
+        return (squares.clip(0) / (self.tokens - len(held))).astype("f4")
+
+    def holds_some(self) -> bool:
+        """Whether inputs were recorded that can be kept aside."""
+        return any(name.endswith(HELD) for name in self._specs)
+
     def _spec(self, name: str, shape: tuple[int, ...]) -> TensorSpec:
         spec = self._specs.get(name)
         if spec is None or spec.shape != shape:
@@ -188,12 +224,14 @@ class Activations:
 
 
 class Recorded(NamedTuple):
-    """Moments of one entry to be written: `squares` [n] float32 and, in `gram`, the bytes of [n, n] float32 row by row."""
+    """Moments of one entry to be written: `squares` [n] float32, in `gram` the bytes of [n, n] float32 row by row, in `held`
+    those of some inputs [h, n] float32."""
 
     name: str
     width: int
     squares: bytes
     gram: Callable[[], Iterable[bytes]] | None = None
+    held: bytes = b""
 
 
 def write_activations(path: Path, entries: Iterable[Recorded], config: K3Config, tokens: int) -> None:
@@ -202,6 +240,8 @@ def write_activations(path: Path, entries: Iterable[Recorded], config: K3Config,
     declared: list[tuple[str, str, tuple[int, ...]]] = [(e.name + SQUARES, "F32", (e.width,)) for e in entries]
     with_gram = [(entry, entry.gram) for entry in entries if entry.gram is not None]
     declared += [(entry.name + GRAM, "F32", (entry.width, entry.width)) for entry, _ in with_gram]
+    with_held = [entry for entry in entries if entry.held]
+    declared += [(e.name + HELD, "F32", (len(e.held) // (4 * e.width), e.width)) for e in with_held]
     metadata = {"format": FORMAT, "version": VERSION, "tokens": str(tokens), "model": fingerprint(config)}
     with ShardWriter(path, declared, metadata) as writer:
         for entry in entries:
@@ -209,12 +249,17 @@ def write_activations(path: Path, entries: Iterable[Recorded], config: K3Config,
         for _, gram in with_gram:
             for block in gram():
                 writer.append(block)
+        for entry in with_held:
+            writer.append(entry.held)
 
 
-def gram_bytes(config: K3Config, layers: int) -> int:
-    """Of the latent projections of the first `layers` layers: float32 [n, n] for inputs of the hidden and the latent size."""
+def gram_bytes(config: K3Config, layers: int, held: int = 0) -> int:
+    """Of the latent projections of the first `layers` layers: float32 [n, n] for inputs of the hidden and the latent size,
+    and `held` inputs themselves of each."""
     moe = sum(1 for layer in config.moe_layers if layer < layers)
-    return moe * 4 * (config.hidden_size**2 + config.latent_size**2) if config.latent_size else 0
+    if not config.latent_size:
+        return 0
+    return moe * sum(4 * width * (width + held) for width in (config.hidden_size, config.latent_size))
 
 
 def _identity(status: os.stat_result) -> tuple[int, int, int]:

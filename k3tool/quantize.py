@@ -32,14 +32,14 @@ from k3tool.reshard import DEFAULT_SHARD_BYTES, Prepared, Request, closing_files
 from k3tool.reshard import prepare as prepare_reshard
 from k3tool.transform import quantize_config, quantize_report
 from k3tool.transform.forms import Opened
-from k3tool.transform.quantize import QuantizedForm, QuantizingResharder
+from k3tool.transform.quantize import QuantizedForm, QuantizingResharder, is_compensated
 from k3tool.transform.quantize_card import CARD_NAME, SOURCE_CARD_NAME, model_card, source_card_of
 from k3tool.transform.quantize_config import Section
 from k3tool.transform.quantize_html import html_page, name_inside
 from k3tool.transform.quantize_policy import Policy, make_policy
 from k3tool.transform.quantize_report import REPORT_NAME, Row
 from k3tool.transform.quantize_step import Converting
-from k3tool.transform.quantize_warnings import crossing, harmful, idle
+from k3tool.transform.quantize_warnings import crossing, few_tokens, harmful, idle
 from k3tool.transform.reshard import Form, Resharder
 from k3tool.transform.split import Splitter
 from k3tool.units import format_bytes, plural
@@ -149,6 +149,9 @@ class PreparedQuantization:
         """What the user should know before: schemes that others found harmful, a result that no engine reads."""
         changing = self.changing
         said = [*idle(self.change.policy, changing, self.bytes_out), *harmful(changing), *crossing(changing)]
+        if self.change.calibrated and self.change.activations is not None:
+            widths = (made.shape[1] for path, made in changing.items() if is_compensated(path, made))
+            said += few_tokens(widths, self.change.activations)
         assert self.change.section is not None
         if changing and self.bytes_out > self.change.bytes_in:
             said.append(

@@ -50,6 +50,7 @@ def read_all(path: Path) -> None:
     opened.mean_square(DOWN, 64)
     for _ in opened.gram(DOWN, 64, 10):
         pass
+    opened.held(DOWN, 64)
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -71,6 +72,22 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     read_all(made(tmp_path / "other.safetensors"))
 
 
+def test_inputs_that_are_kept_can_be_taken_out_of_the_moments(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    rows = np.random.default_rng(3).standard_normal((50, 64)).astype(np.float32)
+    gram = rows.T @ rows / np.float32(50)
+    held = rows[[9, 19, 29]]
+    entry = Recorded(DOWN, 64, np.diagonal(gram).tobytes(), lambda: [gram.tobytes()], held.tobytes())
+    write_activations(path, [entry], CONFIG, 50)
+    opened = Activations.open(path)
+    found = opened.held(DOWN, 64)
+    assert found is not None and np.array_equal(found, held) and opened.holds_some()
+    others = np.delete(rows, [9, 19, 29], axis=0)
+    strips = np.concatenate([values for _, values in opened.gram_without(DOWN, 64, 10, found)])
+    assert np.allclose(strips, others.T @ others / 47, atol=1e-6)
+    assert np.allclose(opened.mean_square_without(DOWN, 64, found), np.square(others).mean(0), atol=1e-6)
+
+
 def test_a_module_and_its_entry() -> None:
     assert entry_of(LAYER + "experts.7.w2") == LAYER + "experts.w2"
     assert entry_of(DOWN) == DOWN
@@ -79,6 +96,7 @@ def test_a_module_and_its_entry() -> None:
 
 def test_the_size_is_known_before(tmp_path: Path) -> None:
     assert gram_bytes(CONFIG, 8) == 7 * 4 * (64**2 + 32**2) and gram_bytes(CONFIG, 1) == 0
+    assert gram_bytes(CONFIG, 8, 10) == gram_bytes(CONFIG, 8) + 7 * 4 * 10 * (64 + 32)
 
 
 def test_the_fingerprint_does_not_depend_on_storage() -> None:
@@ -111,6 +129,9 @@ def put(name: str, at: object, value: float) -> Callable[[dict[str, np.ndarray],
         (lambda t, s: t.update({DOWN + ".input_gram": moments(63)[1]}), UnsupportedError, "must be [64, 64], found [63, 63]"),
         (lambda t, s: t.update({DOWN + ".input_gram": np.ones((64, 63), np.float32)}), CheckpointCorrupt, "[64, 63] is no second moment"),
         (lambda t, s: t.update({W1 + ".input_mean_square": np.ones(32)}), CheckpointCorrupt, "F64 [32] is no second moment"),
+        (lambda t, s: t.update({DOWN + ".input_held": np.ones((9, 64), np.float32)}), CheckpointCorrupt, "[9, 64] is no second moment"),
+        (lambda t, s: t.update({DOWN + ".input_held": np.ones((2, 63), np.float32)}), UnsupportedError, "must be [2, 64], found [2, 63]"),
+        (lambda t, s: t.update({DOWN + ".input_held": np.full((2, 64), np.inf, np.float32)}), CheckpointCorrupt, ".input_held has NaN or infinity"),
         (lambda t, s: t.update({"logits": np.ones(3, np.float32)}), CheckpointCorrupt, "logits F32 [3] is no second moment"),
         (lambda t, s: s.update(model="0" * 64), UnsupportedError, "was recorded on another model"),
         (lambda t, s: s.update(format="pt"), CheckpointCorrupt, "expected k3tool-activations of version 1, found 'pt'"),

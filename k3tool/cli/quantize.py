@@ -231,12 +231,19 @@ def _gain(error: dict[str, Any]) -> str:
     """What compensation has brought, in one line."""
     before, after = error["searched"], error["compensated"]
     change = f" ({after / before - 1:+.0%})" if before else ""
+    aside = error["tokens_kept_aside"]
+    where = f", on {plural(aside, 'token')} kept aside" if aside else ", on the tokens that it was made for"
+    rounded = error["tensors_kept"]
     kept = (
-        f"; {error['rows_kept']:,} of {error['rows']:,} rows gained nothing and keep them" if error["rows_kept"] else ""
+        f"; {error['rows_kept']:,} of {error['rows']:,} rows gained nothing and are rounded"
+        if error["rows_kept"]
+        else ""
     )
+    if rounded:
+        kept += f", all of {rounded:,} of {plural(error['tensors'], 'matrix', 'matrices')}"
     return (
         f"error of outputs {error['plain']:.5f} with plain scales, {before:.5f} with searched ones, "
-        f"{after:.5f} compensated{change}{kept}"
+        f"{after:.5f} compensated{change}{where}{kept}"
     )
 
 

@@ -88,7 +88,7 @@ def command(
         typer.Option("--save-activations", metavar="FILE", help="Write mean squares of every matrix's inputs, for quantize --activations."),
     ] = None,
     gram: Annotated[
-        bool, typer.Option("--gram", help="And Gram matrices of the latent projections' inputs, for quantize --calibrated (24 GB for the release).")
+        bool, typer.Option("--gram", help="And Gram matrices of the latent projections' inputs, for quantize --calibrated (25 GB for the release).")
     ] = False,
     json: JsonOption = False,
     quiet: QuietOption = False,

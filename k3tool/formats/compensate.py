@@ -5,7 +5,9 @@ H = L L^T that is |d L|^2, whose entry at column c depends on d[c:] only. From t
 is therefore rounded from w + (sum over i > c of d[i] L[i, c]) / L[c, c], which would make the entry zero. This is GPTQ
 (Frantar et al. 2022, arXiv:2210.17323, algorithm 1), written without the inverse of H: fixing columns and moving the rest
 to their optimum gives the same numbers. Columns whose inputs have the most energy come first. Scales are those that the
-search has chosen, and rows that do not gain keep what the search gave, so that no row is ever worse.
+search has chosen, and rows that do not gain keep what the search gave, so that no row is ever worse on these inputs. On
+others it may be, where few inputs were seen: with some of them kept aside, a matrix that is worse on those than rounding is
+rounded.
 
 All sums are float64, in one fixed order of blocks. Memory: H once (8 n^2 bytes) and a few rows of the matrix.
 """
@@ -24,21 +26,23 @@ from k3tool.formats import fp8, integer
 from k3tool.formats.codes import E2M1, E4M3, E8M0, bf16_to_f32, pack_nibbles, round_e2m1, round_e4m3
 from k3tool.formats.convert import Converted, Stored, Target, convert, tiles
 from k3tool.formats.measure import Outputs, Weighted, compare, total
-from k3tool.formats.weighing import decode_rows
+from k3tool.formats.weighing import decode_rows, weigh
 
 DAMPING = 0.01  # of the mean of the diagonal, added to it: inputs that were hardly seen must not steer the others
 BLOCK = 128  # columns that are rounded before their errors are carried to the columns left
 SLAB_ROWS = 256  # rows of the matrix that are worked on together; whole blocks of fp8-block
 STRIP_ROWS = 512  # rows of H that are read together
 _SLABS = 14  # arrays [SLAB_ROWS, n] in float64 that are alive at once, at most
+HELD_AT_ONCE = 64  # inputs kept aside that are multiplied at once
+MOST_HELD = 1024  # inputs kept aside that a matrix is tried on: the first of more
 
 Strips = Callable[[], Iterable[tuple[slice, NDArray[np.float32]]]]
 """Reads H [n, n] from its first row to its last, some rows at a time."""
 
 
 def working_bytes(columns: int) -> int:
-    """Memory beside a matrix and what becomes of it."""
-    return 8 * columns**2 + 8 * columns * (_SLABS * SLAB_ROWS + 2 * STRIP_ROWS)
+    """Memory beside a matrix and what becomes of it, of which there are two more: as the search and as plain scales give it."""
+    return 8 * columns**2 + 8 * columns * (_SLABS * SLAB_ROWS + 4 * STRIP_ROWS + HELD_AT_ONCE) + 8 * columns * MOST_HELD
 
 
 class _Grid(NamedTuple):
@@ -54,15 +58,21 @@ class _Grid(NamedTuple):
     pack: Callable[[NDArray], NDArray]
 
 
-def compensate(source: Stored, target: Target, strips: Strips) -> tuple[Converted, Weighted]:
+def compensate(
+    source: Stored, target: Target, strips: Strips, held: NDArray[np.float32] | None = None
+) -> tuple[Converted, Weighted]:
     """`convert` of one module with its errors compensated. source: with its `weight`, the diagonal of H. target: any
     scheme with scales of its own (not bf16, nf4, fp4).
+
+    held: inputs [h, n] that are not in H. What is told are then errors on those, and where compensation is worse there than
+    rounding to searched or plain scales, the better of these is what is stored.
 
     Raises what `convert` raises, and CheckpointCorrupt where H is not positive semidefinite.
     """
     assert source.weight is not None
     plain = convert([source], replace(target, search=False))[0].parts
     parts = convert([source], target)[0].parts
+    rounded = {name: array.copy() for name, array in parts.items()} if held is not None else {}
     weight = source.weight.astype(np.float64)
     order = np.argsort(weight, kind="stable")
     factor = factorize(strips, order, source.name)
@@ -77,6 +87,8 @@ def compensate(source: Stored, target: Target, strips: Strips) -> tuple[Converte
         stacked = np.stack([values, decode_rows(target.scheme, plain, source.shape, rows), searched, made])
         errors = output_squares(stacked, strips)
         better = errors[3] < errors[2]
+        if held is not None:
+            errors = held_squares(stacked, held)
         parts[grid.name][rows][better] = grid.pack(codes)[better]
         stored = np.where(better[:, None], made, searched)
         kept += int(len(better) - better.sum())
@@ -85,8 +97,22 @@ def compensate(source: Stored, target: Target, strips: Strips) -> tuple[Converte
         weighted += np.square(wide).sum(0) @ weight, np.square(wide - stored).sum(0) @ weight
         measured.append(compare(values, stored))
     energy, plainly, by_search, as_stored = (float(value) for value in sums)
-    outputs = Outputs(energy, plainly, by_search, as_stored, kept, source.shape[0])
+    aside = 0 if held is None else len(held)
+    if held is not None and min(plainly, by_search) < as_stored:
+        best = rounded if by_search <= plainly else plain
+        outputs = Outputs(energy, plainly, by_search, min(plainly, by_search), source.shape[0], source.shape[0], aside)
+        return _rounded(source, target, best, outputs)
+    outputs = Outputs(energy, plainly, by_search, as_stored, kept, source.shape[0], aside)
     return Converted(parts, total(measured)), Weighted(float(weighted[0]), float(weighted[1]), outputs)
+
+
+def _rounded(source: Stored, target: Target, parts: dict[str, NDArray], outputs: Outputs) -> tuple[Converted, Weighted]:
+    """A module as it is without compensation, measured."""
+    measured = [
+        compare(values, decode_rows(target.scheme, parts, source.shape, rows)) for rows, values in _slabs(source)
+    ]
+    found = weigh(source, target.scheme, parts)
+    return Converted(parts, total(measured)), Weighted(found.source, found.error, outputs)
 
 
 def _slabs(source: Stored) -> Iterable[tuple[slice, NDArray[np.float32]]]:
@@ -168,6 +194,17 @@ def output_squares(stacked: NDArray[np.float32], strips: Strips) -> NDArray[np.f
     for taken, values in strips():
         sums += np.einsum("rc,rc->r", flat @ values.astype(np.float64).T, flat[:, taken])
     return np.maximum(sums, 0).reshape(wide.shape[:2])
+
+
+def held_squares(stacked: NDArray[np.float32], held: NDArray[np.float32]) -> NDArray[np.float64]:
+    """As `output_squares`, of inputs [h, n] themselves."""
+    wide = stacked.astype(np.float64)
+    wide[1:] -= wide[0]
+    flat = wide.reshape(-1, wide.shape[2])
+    sums = np.zeros(len(flat))
+    for first in range(0, len(held), HELD_AT_ONCE):
+        sums += np.square(flat @ held[first : first + HELD_AT_ONCE].T.astype(np.float64)).sum(1)
+    return sums.reshape(wide.shape[:2]) / len(held)
 
 
 # What each scheme can hold.

@@ -84,10 +84,11 @@ class Measured(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What calibrated quantization did to the products x W^T of a matrix: means of squares over recorded inputs x.
+    """What calibrated quantization did to the products x W^T of a matrix: means of squares over inputs x: `held` ones that
+    were kept aside, or (held 0) the ones that errors were compensated for.
 
     source: of the products; the others of their difference with plain scales, with searched scales, and as stored,
-    which in `rows_kept` of `rows` rows is what the search gave.
+    which in `rows_kept` of `rows` rows is rounded to nearest.
     """
 
     source: float
@@ -96,6 +97,7 @@ class Outputs(NamedTuple):
     stored: float
     rows_kept: int
     rows: int
+    held: int = 0
 
     def relative(self, error: float) -> float:
         """RMS of a difference over RMS of the products; infinite where products of zeros changed."""
@@ -130,8 +132,9 @@ class Weighted(NamedTuple):
             raise _no_sums(row)
         made = None
         if len(row) == 3:
-            *means, kept, rows = sums_of(row[2], 6)
-            made = Outputs(*means, count_of(kept), count_of(rows))
+            counts = row[2][6:] if isinstance(row[2], (list, tuple)) else ()  # `held` is absent in older records
+            *means, kept, rows, held = sums_of([*row[2], 0] if not counts else row[2], 7)
+            made = Outputs(*means, count_of(kept), count_of(rows), count_of(held))
         return cls(*sums_of(row[:2], 2), made)
 
 
@@ -148,6 +151,7 @@ def total_weighted(rows: Iterable[Weighted]) -> Weighted:
             math.fsum(o.stored for o in outputs),
             sum(o.rows_kept for o in outputs),
             sum(o.rows for o in outputs),
+            min(o.held for o in outputs),
         )
     return Weighted(math.fsum(row.source for row in held), math.fsum(row.error for row in held), made)
 

@@ -36,30 +36,42 @@ if TYPE_CHECKING:
 
 ROWS_AT_ONCE = 256  # tokens squared, or added to a Gram matrix, at once
 COPY_ROWS = 256  # of a Gram matrix, while it is written
+HELD_ROWS, HELD_EVERY = 256, 8  # inputs that are kept themselves: every eighth at first, at most so many
 
 
 class Moments:
     """Sums of squares [width] float64 of one input, and of its outer products where there is a `gram`.
 
     modules: entries of the file that have this input; the Gram matrix goes with the first. gram: [width, width] float32
-    zeros in host memory. visits: rows for each token that is fed.
+    zeros in host memory. held: [rows, width] float32 of room for some of the inputs themselves, evenly spread over all.
+    visits: rows for each token that is fed.
     """
 
     def __init__(
-        self, modules: tuple[str, ...], width: int, device: torch.device, gram: Tensor | None = None, visits: int = 1
+        self,
+        modules: tuple[str, ...],
+        width: int,
+        device: torch.device,
+        gram: Tensor | None = None,
+        held: Tensor | None = None,
+        visits: int = 1,
     ) -> None:
         self.modules = modules
         self.width = width
         self.visits = visits
         self.rows = 0
         self.gram = gram
+        self.held = held
         self.squares = torch.zeros(width, dtype=torch.float64, device=device)
         self._waiting = None if gram is None else torch.zeros(ROWS_AT_ONCE, width, device=device)
         self._filled = 0
+        self._kept, self._every = 0, HELD_EVERY
 
     def add(self, x: Tensor) -> None:
         """x [..., width]."""
         for rows in x.reshape(-1, self.width).split(ROWS_AT_ONCE):
+            if self.held is not None:
+                self._keep_some(rows, self.held)
             self.rows += len(rows)
             self.squares += rows.double().square_().sum(0)
             while self._waiting is not None and len(rows):
@@ -69,6 +81,16 @@ class Moments:
                 rows = rows[len(taken) :]
                 if self._filled == ROWS_AT_ONCE:
                     self._flush()
+
+    def _keep_some(self, rows: Tensor, held: Tensor) -> None:
+        """Keep the last of every so many inputs; where there is no room left, drop every other of them."""
+        for offset in range(-(self.rows + 1) % HELD_EVERY, len(rows), HELD_EVERY):
+            if not (self.rows + offset + 1) % self._every and self._kept == len(held):
+                self._kept, self._every = self._kept // 2, 2 * self._every
+                held[: self._kept] = held[1::2].clone()
+            if not (self.rows + offset + 1) % self._every:
+                held[self._kept] = rows[offset]
+                self._kept += 1
 
     def _flush(self) -> None:
         """Outer products of single tokens would move the whole matrix for each: they wait until there are many."""
@@ -85,7 +107,11 @@ class Moments:
         """Means, one for each module."""
         squares = (self.squares / self.rows).float().cpu().numpy().tobytes()
         for number, module in enumerate(self.modules):
-            yield Recorded(module, self.width, squares, self._means if number == 0 and self.gram is not None else None)
+            if number or self.gram is None:
+                yield Recorded(module, self.width, squares)
+                continue
+            held = b"" if self.held is None else self.held[: self._kept].numpy().tobytes()
+            yield Recorded(module, self.width, squares, self._means, held)
 
     def _means(self) -> Iterable[bytes]:
         self._flush()
@@ -117,7 +143,9 @@ class Recorder:
         self._latents: dict[int, Moments] = {}
         self._hidden: dict[int, Moments] = {}
         self._grams = (
-            None if gram_folder is None else _Scratch(gram_folder, gram_bytes(model.config, len(model.layers)))
+            None
+            if gram_folder is None
+            else _Scratch(gram_folder, gram_bytes(model.config, len(model.layers), HELD_ROWS))
         )
         for index, layer in zip(model.share.layers, model.layers, strict=True):
             self._attention(f"{model.config.name_prefix}model.layers.{index}.self_attn.", layer.self_attn)
@@ -130,8 +158,10 @@ class Recorder:
         return made
 
     def _moments(self, modules: tuple[str, ...], width: int, *, gram: bool = False, visits: int = 1) -> Moments:
-        held = self._grams.take(width) if gram and self._grams is not None else None
-        return Moments(modules, width, self.model.device, held, visits)
+        if not gram or self._grams is None:
+            return Moments(modules, width, self.model.device, visits=visits)
+        whole, some = self._grams.take(width, width), self._grams.take(HELD_ROWS, width)
+        return Moments(modules, width, self.model.device, whole, some, visits)
 
     def _attention(self, prefix: str, attention: Any) -> None:
         if isinstance(attention, KdaAttention):
@@ -257,8 +287,8 @@ class _Scratch:
             os.posix_fallocate(file.fileno(), 0, size)
             self._map = np.memmap(file, np.float32, "r+", shape=(size // 4,))
 
-    def take(self, width: int) -> Tensor:
-        """[width, width] float32."""
+    def take(self, rows: int, width: int) -> Tensor:
+        """[rows, width] float32."""
         assert self._map is not None
-        first, self._used = self._used, self._used + width * width
-        return torch.from_numpy(self._map[first : self._used].reshape(width, width))
+        first, self._used = self._used, self._used + rows * width
+        return torch.from_numpy(self._map[first : self._used].reshape(rows, width))

@@ -94,8 +94,10 @@ def _outputs(components: Mapping[str, Mapping[str, Any]]) -> list[str]:
         )
         for name, error in held.items()
     ]
-    head = ("component", "plain scales", "searched scales", "compensated", "rows that keep the search")
-    said = "RMS of the difference of outputs over RMS of outputs, on the recorded inputs."
+    head = ("component", "plain scales", "searched scales", "compensated", "rows that are rounded")
+    aside = all(error["tokens_kept_aside"] for error in held.values())
+    inputs = "inputs that were kept aside" if aside else "the inputs that errors were compensated for"
+    said = f"RMS of the difference of outputs over RMS of outputs, on {inputs}."
     return ["<h2>Error of outputs</h2>", f"<p>{said}</p>", _table(head, lines)] if held else []
 
 

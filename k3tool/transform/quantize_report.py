@@ -148,6 +148,8 @@ def _weighted(rows: Iterable[Row]) -> dict[str, Any]:
             "compensated": finite(made.relative(made.stored)),
             "rows": made.rows,
             "rows_kept": made.rows_kept,
+            "tokens_kept_aside": made.held,
+            "tensors": sum(1 for row in held if row.outputs),
             "tensors_kept": sum(1 for row in held if row.outputs and row.outputs.rows_kept == row.outputs.rows),
         }
     return document

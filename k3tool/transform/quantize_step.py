@@ -105,7 +105,9 @@ class Convert:
         if self.calibrated:
             from k3tool.formats.compensate import working_bytes
 
-            return held + working_bytes(self.works[0].converting.shape[1])
+            made = self.works[0].converting.outputs
+            again = 2 * sum(TensorOut(part, kind.dtype, kind.shape).nbytes for part, kind in made.items())
+            return held + again + working_bytes(self.works[0].converting.shape[1])
         return held if self.activations is None else held + WEIGHING_BYTES
 
     def load(self) -> None:
@@ -154,16 +156,20 @@ class Convert:
 
     def _converted(self, sources: Sequence[Any]) -> list[tuple[Any, Any]]:
         """(Converted, Weighted or None) of each."""
-        from k3tool.formats.compensate import STRIP_ROWS, compensate
+        from k3tool.formats.compensate import MOST_HELD, STRIP_ROWS, compensate
         from k3tool.formats.convert import convert
         from k3tool.formats.weighing import weigh
 
         target = self._target()
         if self.calibrated and self.activations is not None:
             (source,) = sources
-            return [
-                compensate(source, target, partial(self.activations.gram, source.name, source.shape[1], STRIP_ROWS))
-            ]
+            known, where = self.activations, (source.name, source.shape[1])
+            held = known.held(*where)
+            if held is None:
+                return [compensate(source, target, partial(known.gram, *where, STRIP_ROWS))]
+            source = source._replace(weight=known.mean_square_without(*where, held))
+            strips = partial(known.gram_without, *where, STRIP_ROWS, held)
+            return [compensate(source, target, strips, held[:MOST_HELD])]
         if self.device is None:
             made = convert(sources, target)
         else:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from k3tool.activations import Activations
 from k3tool.formats import bnb
 from k3tool.names import component_of, parse_name
 from k3tool.transform.quantize_policy import FOUR_BIT, Policy, component_of_module
 from k3tool.units import format_bytes, plural
 
+ENOUGH = 4  # tokens for each input of a matrix whose errors are compensated
 _CALLED = {
     "experts": "routed experts",
     "latent": "projections into or out of a latent",
@@ -50,6 +52,23 @@ def crossing(changing: Mapping[str, Any]) -> list[str]:
         f"{one.choice.scheme}: rows of {plural(len(found), 'matrix', 'matrices')} are no whole blocks of {bnb.BLOCK} "
         f"({path} {list(one.shape)}); bitsandbytes decodes such wrong on a CPU (0.50), k3tool does not"
     ]
+
+
+def few_tokens(widths: Iterable[int], activations: Activations) -> list[str]:
+    """Warnings about what compensation is made from. widths: inputs of the matrices that are compensated."""
+    width, said = max(widths, default=0), []
+    if activations.tokens < ENOUGH * width:
+        said.append(
+            f"--calibrated: {activations.path} was recorded over {plural(activations.tokens, 'token')}, fewer than four for "
+            f"each of the {width:,} inputs of a matrix: what is gained on so few is lost on other text; record "
+            f"{ENOUGH * width:,} or more"
+        )
+    if width and not activations.holds_some():
+        said.append(
+            f"--calibrated: {activations.path} holds no inputs that can be kept aside, so that errors are told of the tokens "
+            "that they are compensated for and no matrix is tried on others; record it again, with 8 tokens or more"
+        )
+    return said
 
 
 def harmful(changing: Mapping[str, Any]) -> list[str]:

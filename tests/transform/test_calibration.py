@@ -48,6 +48,17 @@ def activations(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def none_aside(activations: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As files were before inputs were kept: the same moments."""
+    return edited(activations, tmp_path_factory.mktemp("older"), drop_held)
+
+
+def drop_held(tensors: dict[str, np.ndarray]) -> None:
+    for name in [name for name in tensors if name.endswith(".input_held")]:
+        del tensors[name]
+
+
 def weighted_squares(source: Path, made: Path, squares: dict[str, np.ndarray], module: str) -> tuple[float, float]:
     """Of the source and of the difference, in float64 on decoded values."""
     before, after = (read_values(folder, module).astype(np.float64) for folder in (source, made))
@@ -188,8 +199,9 @@ def products(source: Path, made: Path, gram: np.ndarray, module: str) -> tuple[f
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_calibrated_latents_and_what_the_report_says_of_them(
-    source: Path, activations: Path, tmp_path: Path, scheme: str
+    source: Path, none_aside: Path, tmp_path: Path, scheme: str
 ) -> None:
+    activations = none_aside
     grams = load_file(activations)
     made = quantize(source, tmp_path / "q", latent=scheme, shared="int8", activations=activations, calibrated=True)
     searched = quantize(source, tmp_path / "s", latent=scheme, activations=activations)
@@ -209,6 +221,71 @@ def test_calibrated_latents_and_what_the_report_says_of_them(
     assert (
         "output_error" not in searched.components["latent"] and "output_error" not in made.components["shared_experts"]
     )
+
+
+def test_the_error_that_is_told_is_of_tokens_kept_aside(source: Path, activations: Path, tmp_path: Path) -> None:
+    """Nothing of them is in what was made, and where it is worse on them than rounding, the matrix is rounded."""
+    recorded = load_file(activations)
+    tokens = len(IDS) + 1
+    made = quantize(source, tmp_path / "q", latent="int4", activations=activations, calibrated=True)
+    without = {}
+    for name in [name for name in recorded if name.endswith(".input_held")]:
+        held = recorded[name].astype(np.float64)
+        module = name.removesuffix(".input_held")
+        assert held.shape == (tokens // 8, recorded[module + ".input_mean_square"].shape[0])
+        others = (recorded[module + ".input_gram"] * float(tokens) - held.T @ held) / (tokens - len(held))
+        without |= {module + ".input_gram": others.astype(np.float32)}
+        without |= {module + ".input_mean_square": np.diagonal(others).astype(np.float32).copy()}
+    path = edited(activations, tmp_path, lambda t: (drop_held(t), t.update(without)))
+    alone = quantize(source, tmp_path / "alone", latent="int4", activations=path, calibrated=True)
+    quantize(source, tmp_path / "searched", latent="int4", activations=path)
+    quantize(source, tmp_path / "plain", latent="int4", scales="plain")
+    assert alone.components["latent"]["output_error"]["tokens_kept_aside"] == 0
+    sums, rounded = np.zeros(4), 0
+    for row in made.rows:
+        assert row.weighted is not None and row.weighted.outputs is not None
+        held = recorded[row.path + ".input_held"].astype(np.float64)
+        assert row.weighted.outputs.held == len(held)
+        before = read_values(source, row.path).astype(np.float64)
+
+        def error(folder: str, held: np.ndarray = held, before: np.ndarray = before, path: str = row.path) -> float:
+            lost = before - read_values(tmp_path / folder, path)
+            return float(np.square(held @ lost.T).sum() / len(held))
+
+        found = [error(folder) for folder in ("plain", "searched", "alone", "q")]
+        assert found[3] == pytest.approx(min(found[:3]), rel=1e-3)
+        assert row.weighted.outputs[1:4] == pytest.approx((*found[:2], found[3]), rel=1e-3)
+        rounded += found[3] < 0.999 * found[2]
+        sums += float(np.square(held @ before.T).sum() / len(held)), *found[:2], found[3]
+    told = made.components["latent"]["output_error"]
+    assert told["compensated"] == pytest.approx((sums[3] / sums[0]) ** 0.5, rel=1e-3)
+    assert told["tokens_kept_aside"] == tokens // 8 and told["tensors_kept"] == rounded and told["tensors"] == 4
+
+
+def test_few_tokens_gain_nothing_on_others_and_that_is_said(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "few.safetensors"
+    ids = ",".join(map(str, IDS[:24]))
+    run = ["run", source, "--input-ids", ids, "--max-new-tokens", 0, "--dtype", "float32"]
+    assert k3tool(capsys, *run, "--save-activations", path, "--gram").code == 0
+    command = ["quantize", source, tmp_path / "q", "--latent", "int4", "--calibrated", "--activations", path]
+    ran = k3tool(capsys, *command)
+    assert ran.code == 0 and "was recorded over 24 tokens" in ran.err and "record 1,024 or more" in ran.err
+    assert "on 3 tokens kept aside" in ran.out
+    told = k3tool(capsys, *command, "--json").json["components"]["latent"]["output_error"]
+    assert told["compensated"] <= told["searched"] and told["tokens_kept_aside"] == 3
+    if told["tensors_kept"]:
+        assert f"all of {told['tensors_kept']} of 4 matrices" in ran.out
+
+
+def test_a_file_without_tokens_to_keep_aside_is_told(
+    source: Path, none_aside: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["quantize", source, tmp_path / "q", "--latent", "int4", "--calibrated", "--activations", none_aside]
+    ran = k3tool(capsys, *command)
+    assert ran.code == 0 and "holds no inputs that can be kept aside" in ran.err
+    assert "on the tokens that it was made for" in ran.out
 
 
 def test_calibration_is_deterministic_resumes_and_goes_with_resharding(
@@ -278,10 +355,10 @@ def test_a_gram_matrix_that_is_damaged_leaves_no_checkpoint(source: Path, activa
 
 
 def test_people_are_told_the_gain(
-    source: Path, activations: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    source: Path, none_aside: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ran = k3tool(
-        capsys, "quantize", source, tmp_path / "q", "--latent", "int4", "--calibrated", "--activations", activations,
+        capsys, "quantize", source, tmp_path / "q", "--latent", "int4", "--calibrated", "--activations", none_aside,
         "--report", tmp_path / "report.html",
     )  # fmt: skip
     assert ran.code == 0
