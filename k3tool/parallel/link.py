@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from k3tool.errors import K3Error, RemoteError, UsageError, is_interrupt
+from k3tool.errors import EXIT_INTERRUPTED, K3Error, RemoteError, UsageError, is_interrupt
 from k3tool.events import aside
 from k3tool.parallel.failure import Failure, RankLost
 from k3tool.parallel.peers import Peers, this_process
@@ -57,9 +57,10 @@ CONNECT_S = 5.0
 POLL_S = 0.2
 GRACE_S = 3.0  # for the main thread to notice by itself that another rank failed
 TOLD_S = 10.0  # for rank 0 to say what happened
-LEAVE_S = 2.0  # for the others to see that it has
+LEAVE_S = 10.0  # for the others to see that it has: those that live need a moment, however busy the machine is
 SEEN_S = 0.2  # for the end of a process to be seen
 APPEAR_S = 1.0  # for a failure to appear whose consequence has
+LAST_S = 30.0  # for a main thread that fails to come to its end
 _FAILURE, _TOLD, _LEFT, _ENDS = "k3tool/failure", "k3tool/told", "k3tool/left", "k3tool/ends"
 
 
@@ -109,7 +110,9 @@ class RankLink(Link):
         self._parallel: list[Parallel] = []
         self._lock = threading.Lock()
         self._settled: tuple[Failure, bool] | None = None
+        self._seen: Failure | None = None  # what the watcher has read: the store may be gone when it is needed
         self._closing = threading.Event()
+        self._failing = threading.Event()
         self._closed = threading.Event()
         self._store = store
         self._watched = store.clone()  # a store serves one thread at a time
@@ -190,6 +193,7 @@ class RankLink(Link):
 
     def fail(self, error: BaseException) -> K3Error:
         """This rank cannot go on: everybody learns it. Returns what is to be raised here, `told` where rank 0 spoke."""
+        self._failing.set()
         if self._voice is not None:
             self._voice.settle()
         first = self._publish(error)
@@ -232,8 +236,10 @@ class RankLink(Link):
                 own = self._lost(self._store, SEEN_S) or own
             return Failure.parse(self._store.compare_set(_FAILURE, "", own.as_bytes().decode()))
         except Exception:
+            if self._seen is not None:
+                return self._seen
             self._is_deserted = True  # the store is gone: every rank speaks for itself, or the lowest that is left
-            return self._lost(None, APPEAR_S) or own
+            return own if own.code == EXIT_INTERRUPTED else self._lost(None, APPEAR_S) or own
 
     def _lost(self, store: Any, wait_s: float = 0.0) -> Failure | None:
         """The lowest rank of this machine whose process ended before the end, without a failure or a farewell.
@@ -314,14 +320,16 @@ class RankLink(Link):
                 lost = self._lost(self._watched)
                 if lost is not None:
                     self._watched.compare_set(_FAILURE, "", lost.as_bytes().decode())
+            first = self._seen = Failure.parse(self._watched.get(_FAILURE))
             if self._closed.wait(GRACE_S):
                 return
-            first = Failure.parse(self._watched.get(_FAILURE))
         except Exception:  # without a store: broken connections tell the main thread, where it can be told
             found = None if self._closing.is_set() or self._closed.wait(GRACE_S) else self._lost(None)
             if found is None:
                 return
             first = found
+        if self._failing.is_set() and self._closed.wait(LAST_S):  # the main thread has seen it, and tells it
+            return
         if self._voice is not None:
             self._voice.settle()
         self._settle(first, self._error(first))
