@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from k3tool.checkpoint.writer import fsync_folder, write_atomic
+from k3tool.checkpoint.writer import ShardWriter, fsync_folder, write_atomic
 from k3tool.errors import CapacityError
 from k3tool.standin import serve
 from tests.helpers import copy_checkpoint
-from tests.refusing import SCENARIOS, Bench, Call, Disk, run
+from tests.refusing import CODES, SCENARIOS, Bench, Call, Disk, run
 from tools.errno_walk import cases_of
 
 NAMES = {scenario.name: scenario for scenario in SCENARIOS}
@@ -123,3 +126,33 @@ def test_names_that_are_no_text_stop_no_command(mini: Path, tmp_path: Path) -> N
     for folder in ("hf", "int8", "layers"):
         ran = run(["verify", str(out / folder), "--depth", "bytes"])
         assert ran.code == 0, ran.err
+
+
+def test_the_demo_tells_what_its_disk_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = subprocess.CompletedProcess(["k3tool"], 0, "", "")
+    monkeypatch.setattr("k3tool.demo.subprocess.run", lambda *_, **__: done)  # its commands have their own tests
+    line = ["demo", str(tmp_path / "demo"), "--json"]
+    with Disk(tmp_path).mounted() as disk:
+        assert run(line).code == 0
+    found = [case for case in cases_of(disk.calls()) if case[0].kind in ("mkdir", "write", "replace", "fsync")]
+    for call, number, way in random.Random(1).sample(found, 2):
+        shutil.rmtree(tmp_path / "demo")
+        with Disk(tmp_path, call, number, **way).mounted() as disk:
+            ran = run(line)
+        assert ran.code in CODES, ran.err
+        assert ran.code == 0 or str(tmp_path) in json.loads(ran.out)["error"]["message"], f"{call}: {ran.out}"
+        assert run(line).code == 0
+
+
+def test_a_shard_whose_first_bytes_are_refused_leaves_nothing_open(tmp_path: Path) -> None:
+    shard = ShardWriter(tmp_path / "a.safetensors", [("x", "U8", (1,))])
+    with Disk(tmp_path).mounted() as disk, shard:
+        shard.append(b"1")
+    first = next(call for call in disk.calls() if call.kind == "write")
+    (tmp_path / "a.safetensors").unlink()
+    before = os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []
+    again = ShardWriter(tmp_path / "a.safetensors", [("x", "U8", (1,))])
+    with Disk(tmp_path, first, errno.ENOSPC).mounted(), pytest.raises(CapacityError), again:
+        pass
+    assert not list(tmp_path.iterdir())
+    assert not before or len(os.listdir("/proc/self/fd")) == len(before)

@@ -104,7 +104,11 @@ class Ledger:
             self.reload()
             with disk_errors(self.state / self._journal_name, "write"):
                 self._journal = open(self.state / self._journal_name, "ab", buffering=0)
-                self._journal.write(b"\n")  # ends a line that was torn
+                try:
+                    self._journal.write(b"\n")  # ends a line that was torn
+                except OSError:
+                    self._journal.close()
+                    raise
         except BaseException:
             if self._locks and self.state in self._made and not self.part:
                 self.abandon()

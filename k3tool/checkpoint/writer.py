@@ -177,7 +177,11 @@ class ShardWriter:
 
     def __enter__(self) -> ShardWriter:
         self._file.__enter__()
-        self._file.write(self._head)
+        try:
+            self._file.write(self._head)
+        except BaseException as error:
+            self._file.__exit__(type(error), error, error.__traceback__)
+            raise
         return self
 
     def append(self, data: bytes | bytearray | memoryview) -> None:

@@ -150,11 +150,10 @@ class Recode:
         return out, codes.reshape(groups, GROUP) * halves.astype(np.float32)[:, None]
 
     def _refuse(self, what: str, kind: type[CheckFailed | CheckpointCorrupt | UnsupportedError]) -> Exception:
-        hint = (
-            "hold the file's bytes against its digest (verify at depth bytes); where they are right, its publisher has to mend it"
-            if kind is CheckpointCorrupt
-            else "choose --trunk bf16"
-        )
+        option = "--experts bf16" if self.component == "routed_experts" else "--trunk bf16"
+        hint = f"choose {option}" + (", or leave --exact out" if kind is CheckFailed else "")
+        if kind is CheckpointCorrupt:
+            hint = "hold the file's bytes against its digest (verify at depth bytes); where they are right, its publisher has to mend it"
         return kind(f"{self.tensor}: {what}", hint=hint, tensor=self.tensor)
 
 

@@ -475,6 +475,12 @@ def test_what_gguf_does_not_take_is_decoded_by_the_hinted_command(mini, tmp_path
     assert k3tool(capsys, "quantize", tmp_path / "q-bf16", tmp_path / "x", "--format", "gguf").code == 0
 
 
+@pytest.mark.parametrize("option", ["--experts", "--trunk"])
+def test_exactness_is_refused_with_the_option_that_keeps_it(mini, tmp_path, capsys, option):
+    ran = k3tool(capsys, "quantize", mini, tmp_path / "x", "--format", "gguf", option, "q8_0", "--exact")
+    assert ran.code == 1 and f"hint: choose {option} bf16, or leave --exact out" in ran.err
+
+
 # The command line
 
 
