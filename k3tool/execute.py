@@ -261,6 +261,9 @@ class _Run:
 
     def leave_no_claim(self) -> None:
         """A run that fails before a file is finished leaves the folder as it was: it refuses no other command."""
+        named = (job.path for job in self.wanted if job.path not in self.earlier)
+        if any(os.path.lexists(self.dest / path) for path in named):  # it failed between its name and its record
+            return
         if not self.ledger.abandon_if_idle():
             return
         folders = {folder for job in self.wanted for folder in Path(job.path).parents}

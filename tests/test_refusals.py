@@ -68,6 +68,16 @@ def test_a_file_made_by_fetch_is_known_although_its_folder_was_not_synced(bench:
         assert (code, problem) == (12, "")
 
 
+def test_a_file_that_has_its_name_but_no_record_keeps_the_claim_of_its_job(bench: Bench) -> None:
+    named = _calls(bench, "quantize", "fsync", "worker.py")
+    recorded = [
+        call for call in _calls(bench, "quantize", "fsync", "checkpoint/ledger.py") if "execute.py" in call.where[2]
+    ]
+    for call in (named[0], recorded[0]):
+        code, problem = bench.refuse(NAMES["quantize"], call, errno.EIO, sticky=True)
+        assert (code, problem) == (12, ""), call
+
+
 def test_what_cannot_be_removed_of_a_finished_job_is_told(bench: Bench) -> None:
     for call in _calls(bench, "reshard", "unlink", "checkpoint/ledger.py"):
         code, problem = bench.refuse(NAMES["reshard"], call, errno.EACCES, sticky=True)
