@@ -20,8 +20,9 @@ from k3tool.transform.quantize_config import SECTION, Storage
 Matcher = Callable[[str], bool]
 Places = Callable[[str], Iterator[str]]
 
-MAX_PATTERNS = 1000  # of those that have to be tried one by one; plain names are looked up
+MAX_PATTERNS = 200  # of those that have to be tried one by one; plain names are looked up
 _MOST_TOLD = 20
+_MOST_REPEATS = 3
 _MAX_PATTERN = 4000  # characters; layers are listed one by one in some
 _NOT_LINEAR = re.compile(r"(^|\.)(embed_tokens|gate|\w*norm\w*|\w+_res_proj|\w+_conv1d|pos_emb|patch_embed\.proj)$")
 _PRESETS = {
@@ -161,7 +162,7 @@ def _compressed_tensors(declared: Declared, section: dict[str, Any]) -> None:
             if not isinstance(group, dict):
                 declared._unknown(f"group {str(key)[:40]!r}")
             continue
-        named = [target for target in targets or [] if isinstance(target, str) and target != "Linear"]
+        named = [target for target in _strings(targets) if target != "Linear"]
         if isinstance(targets, list) and "Linear" in targets:
             declared._wide = storage
         if named:
@@ -189,7 +190,7 @@ def _of_group(group: dict[str, Any], default: object) -> Storage | None:
     size = weights.get("group_size")
     group_size = size if strategy == "group" and type(size) is int and 0 < size < 1 << 30 else 0
     if kind == "int" and bits in (4, 8) and form in ("pack-quantized", "") and (group_size or strategy == "channel"):
-        return Storage(f"int{bits}", group_size)
+        return Storage(f"int{bits:.0f}", group_size)
     return None
 
 
@@ -209,7 +210,7 @@ def _of_bits(kind: str, bits: object, group_size: object, *, blocks: bool = Fals
         return Storage("nvfp4" if size == 16 else "mxfp4")
     if kind == "float" and bits == 8:
         return Storage("fp8-block" if blocks else "int8" if size == 32 else "fp8-channel", 32 * (size == 32))
-    return Storage(f"int{bits}", size) if kind == "int" and bits in (4, 8) else None
+    return Storage(f"int{bits:.0f}", size) if kind == "int" and bits in (4, 8) else None
 
 
 def _fp8(declared: Declared, section: dict[str, Any]) -> None:
@@ -357,14 +358,23 @@ def _target(pattern: str) -> Matcher | str | None:
     if not pattern.startswith("re:"):
         return pattern
     text = pattern[3:]
+    anywhere = text.startswith(".*") and not _alternatives(text)  # `.*x` matches where `x` is found: no walking back
+    text = text[2:] if anywhere else text
     # Repeated groups and many repeats can take forever on a name; nobody's lists have them.
-    if len(text) > _MAX_PATTERN or re.search(r"\)[*+{]", text) or len(re.findall(r"[*+}]", text)) > 4:
+    repeats = len(re.findall(r"[*+}]", text.removesuffix(".*")))
+    if len(text) > _MAX_PATTERN or re.search(r"\)[*+{]", text) or repeats > _MOST_REPEATS:
         return None
     try:
         compiled = re.compile(text)
     except (re.error, OverflowError, RecursionError):
         return None
-    return lambda name: compiled.match(name) is not None
+    found = compiled.search if anywhere else compiled.match
+    return lambda name: found(name) is not None
+
+
+def _alternatives(text: str) -> bool:
+    """Whether a `|` stands outside of parentheses, as far as that is plain to see."""
+    return "|" in re.sub(r"\([^()]*\)", "", text)
 
 
 def _words(entry: str) -> str:

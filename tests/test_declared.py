@@ -91,6 +91,7 @@ def test_every_library_has_its_way_to_say_it(section: dict[str, Any], expert: St
         ({"config_groups": {"a": [1, 2]}}, "group 'a'"),
         ({"config_groups": {"a": {"weights": {"num_bits": 3, "type": "int"}, "targets": ["Linear"]}}}, "group 'a'"),
         ({"config_groups": {"a": None}}, "group 'a'"),
+        ({"config_groups": {"a": {"weights": {"num_bits": 8.5, "type": "int"}, "targets": 3}}}, "group 'a'"),
         ({"format": "mxfp4-pack-quantized", "ignore": ["re:(", None]}, "pattern 're:('"),
     ],
 )  # fmt: skip
@@ -171,6 +172,28 @@ def test_what_one_section_cannot_say_stands_beside_it():
     found = declared({"format": "nvfp4-pack-quantized"}, k3tool_quantization=beside)
     assert stored(found, LATENT) == Storage("nf4") and stored(found, QUERY) is None
     assert "scheme 'of-tomorrow'" in found.open[0]
+
+
+def test_targets_of_another_kind_name_nothing_and_a_whole_float_is_a_number():
+    for targets in (3, True, {"Linear": 1}, "Linear", [3, None]):
+        found = declared({"config_groups": {"a": {"targets": targets, "weights": {"num_bits": 4.0, "type": "int"}}}})
+        assert stored(found, EXPERT) is None
+    found = declared({"config_groups": {"a": {"targets": ["Linear"], "weights": {"num_bits": 4.0, "type": "int"}}}})
+    assert stored(found, EXPERT) == Storage("int4")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "query"),
+    [
+        ("re:.*q_proj$", True), ("re:.*self_attn.*", True), ("re:.*q_pro$", False), ("re:q_proj", False),
+        ("re:language_model.*q_proj", True), ("re:.*lm_head|q_proj", False), ("re:.*(lm_head|q_proj)$", True),
+        (r"re:.*layers\.(1|7)\..*q_\w+$", True), (r"re:model\.layers\.\d+\.self_attn\.[qkv]_proj", True),
+    ],
+)  # fmt: skip
+def test_patterns_match_as_from_the_start_of_a_name(pattern: str, query: bool):
+    found = declared({"config_groups": {"a": {"targets": ["Linear"], "weights": FP8, "format": "float-quantized"}},
+                      "ignore": ["re:.*gate$", pattern]})  # fmt: skip
+    assert not found.open and (stored(found, QUERY) is None) == query
 
 
 def test_a_pattern_that_would_take_forever_is_not_tried():
