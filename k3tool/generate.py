@@ -31,6 +31,7 @@ from k3tool.errors import UsageError
 from k3tool.events import SILENT, Progress
 from k3tool.kernels.dispatch import Backend
 from k3tool.memory import peak_bytes
+from k3tool.model.bound import PREFILL_TOKENS, Bound, prefill_block
 from k3tool.model.cache import Cache
 from k3tool.model.check import KernelCheck, check_kernels, worst_of
 from k3tool.model.decoder import Model
@@ -42,8 +43,6 @@ from k3tool.sampling import check_ids, check_sampling, sample
 from k3tool.stopping import end_tokens
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-PREFILL_NUMBERS = 1 << 25  # largest activation of a prefill block; longer prompts go block by block
-PREFILL_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -75,17 +74,6 @@ class MemoryReport:
     mla_cache_bytes: int
     resident_experts: int | None = None
     streamed_bytes: int = 0
-
-
-def prefill_block(config: K3Config) -> int:
-    """Tokens per prefill block: bounds the memory of activations, a multiple of the KDA chunk."""
-    widest = max(
-        4 * config.kda_size,
-        2 * config.intermediate_size,
-        config.num_heads * (config.qk_nope_head_dim + config.v_head_dim),
-        config.hidden_size * (2 + config.num_layers // (config.attn_res_block_size or config.num_layers)),
-    )
-    return max(256, min(PREFILL_TOKENS, PREFILL_NUMBERS // widest) // 64 * 64)
 
 
 def prefill(
@@ -160,12 +148,14 @@ class Session:
         layers: int | None = None,
         backend: str = "auto",
         memory_bytes: int | None = None,
+        bound: Bound | None = None,
         progress: Progress = SILENT,
         link: Link = ALONE,
     ) -> Session:
         """Load a checkpoint folder. device: auto, cpu, cuda, cuda:N. layers: only the first N.
 
-        memory_bytes: a limit; the experts beyond it stream from disk (see `load_model`). link: the processes that run
+        memory_bytes: a limit of weights and states; the experts beyond it stream from disk (see `load_model`). bound: the
+        same of the whole process. link: the processes that run
         a folder of ranks, each loading its own; with auto or cuda, on the GPU of its local rank.
 
         Raises UsageError, UnsupportedError (no such device or backend here), CheckpointMissing, CheckpointCorrupt,
@@ -180,6 +170,7 @@ class Session:
             layers=layers,
             backend=backend,
             memory_bytes=memory_bytes,
+            bound=bound,
             progress=progress,
             link=link,
         )

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import k3tool
 from k3tool.cli import app
@@ -293,9 +294,10 @@ class Ran:
 
 
 def run(arguments: list[str]) -> Ran:
-    """A command line in this process."""
+    """A command line in this process, whose own size counts for nothing where a run is bounded."""
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    beside = mock.patch("k3tool.model.bound.Bound.beside", lambda self, *given: 0)
+    with beside, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = app.run(arguments)
     return Ran(code, out.getvalue(), err.getvalue())
 

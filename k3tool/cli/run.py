@@ -75,7 +75,7 @@ def command(
     layers: Annotated[int | None, typer.Option("--layers", metavar="N", help="Run the first N layers only.")] = None,
     memory: Annotated[
         str | None,
-        typer.Option("--memory", metavar="SIZE", help="Keep this much in memory; other experts stream from disk."),
+        typer.Option("--memory", metavar="SIZE", help="Bound the process (on a GPU: weights and states); experts beyond it stream from disk, and logits differ in the last bits."),
     ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Compare every built-in kernel with its reference, layer by layer.")
@@ -133,9 +133,13 @@ def command(
                 )
             ids = printer.input_ids = link.from_first(lambda: printer.input_ids)
             from k3tool.generate import Session, run_session, write_logits
+            from k3tool.model.bound import Bound
 
+            bound = (
+                Bound(budget, len(ids) + max_new_tokens, logits_out is not None, check) if budget is not None else None
+            )
             session = Session.open(
-                folder, device=device, dtype=dtype, layers=layers, backend=backend, memory_bytes=budget,
+                folder, device=device, dtype=dtype, layers=layers, backend=backend, bound=bound,
                 progress=output.progress, link=link,
             )  # fmt: skip
             output.close()

@@ -22,6 +22,7 @@ from k3tool.events import SILENT, Progress
 from k3tool.layout import Layout, Place
 from k3tool.memory import available_bytes
 from k3tool.model.attention import KdaAttention, MlaAttention
+from k3tool.model.bound import Bound, too_little
 from k3tool.model.cache import Cache
 from k3tool.model.decoder import DecoderLayer, Model
 from k3tool.model.experts import load_experts
@@ -84,13 +85,14 @@ def prepare_model(
     dtype: torch.dtype,
     layers: int | None = None,
     memory_bytes: int | None = None,
+    bound: Bound | None = None,
     room_bytes: int | None = None,
     layout: Layout | None = None,
     place: Place | None = None,
 ) -> Prepared:
     """Everything of `load_model` but the reading. checkpoint: of the rank at `place` of `layout` (None: of all).
 
-    room_bytes: the memory that this process may use (None: what the device has). Raises what `load_model` raises.
+    bound: instead of memory_bytes, a limit of the whole process. room_bytes: the memory that this process may use (None: what the device has). Raises what `load_model` raises.
     """
     config = checkpoint.config
     number = config.num_layers if layers is None else layers
@@ -105,10 +107,17 @@ def prepare_model(
     slots = None
     need = measured.nbytes + _state_bytes(share)
     room = _room(device) if room_bytes is None else room_bytes
+    beside = 0
+    if bound is not None:
+        beside = bound.beside(config, number, dtype) if device.type == "cpu" else 0
+        memory_bytes = bound.process_bytes - beside
     if memory_bytes is not None:
         room = min(room, memory_bytes)
     if need > room:
         least = _measure(checkpoint, located, device, share, dtype, 1)
+        if bound is not None and beside and least.nbytes + _state_bytes(share) > memory_bytes:
+            streams = measured.nbytes > least.nbytes
+            raise too_little(bound, least.nbytes + _state_bytes(share), beside, streams)
         slots = _slots(need, measured.nbytes - least.nbytes, room, len(share.experts), memory_bytes is not None)
     return Prepared(checkpoint, share, device, dtype, located, measured.used, slots)
 

@@ -15,6 +15,7 @@ from k3tool.events import SILENT, Progress
 from k3tool.kernels.dispatch import Backend, choose_backend, choose_device
 from k3tool.kernels.warm import start_warming
 from k3tool.memory import available_bytes
+from k3tool.model.bound import Bound
 from k3tool.model.decoder import Model
 from k3tool.model.load import prepare_model
 from k3tool.parallel.groups import make_parallel
@@ -41,6 +42,7 @@ def open_model(
     layers: int | None,
     backend: str,
     memory_bytes: int | None,
+    bound: Bound | None = None,
     progress: Progress = SILENT,
     link: Link,
 ) -> tuple[Model, Backend]:
@@ -65,6 +67,7 @@ def open_model(
                 dtype=dtype,
                 layers=layers,
                 memory_bytes=memory_bytes,
+                bound=bound,
                 room_bytes=chosen.room,
                 layout=own.layout,
                 place=own.place,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 
 import pytest
@@ -9,10 +10,12 @@ import torch
 
 from k3tool.checkpoint.reader import Checkpoint
 from k3tool.errors import CapacityError, CheckpointCorrupt
+from k3tool.execute import resident_memory
 from k3tool.generate import Session
 from k3tool.kernels import dispatch
+from k3tool.model.bound import Bound
 from k3tool.synthetic import tiny_config, write_checkpoint
-from tests.helpers import k3tool
+from tests.helpers import k3tool, k3tool_process
 from tests.model.edit import edit_checkpoint
 from tests.model.test_load import quantize
 
@@ -48,8 +51,12 @@ def relative(found, expected):
     return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
-def everything(session: Session) -> torch.Tensor:
-    rows = [session.prefill(IDS, all_logits=True), session.decode(77)[None], session.decode(3)[None]]
+def everything(session: Session, vocabulary: int = 1024) -> torch.Tensor:
+    rows = [
+        session.prefill([token % vocabulary for token in IDS], all_logits=True),
+        session.decode(77)[None],
+        session.decode(3)[None],
+    ]
     return torch.cat(rows)
 
 
@@ -59,6 +66,16 @@ def test_logits_are_those_of_resident_experts(folder, slots):
     streamed = everything(stream(folder, slots))
     assert relative(streamed, expected) < 2e-6  # a token's experts are summed in another order
     assert torch.equal(streamed.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+def test_what_is_promised_of_the_output(mini, slots):
+    """The documents say: within 1e-5 of the norm in float32, and the same bits every time."""
+    expected = everything(Session.open(mini, device="cpu", dtype="float32"), vocabulary=256)
+    found = [everything(stream(mini, slots), vocabulary=256) for _ in range(2)]
+    assert torch.equal(*found)
+    assert relative(found[0], expected) < 1e-5
+    assert torch.equal(found[0].argmax(-1), expected.argmax(-1))
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "nvfp4", "nvfp4-modelopt", "int8", "fp8-channel", "nf4"])
@@ -158,7 +175,9 @@ def test_kernels_are_checked_on_slots(folder):
         assert {item.layer for item in checks if item.kernel == "experts_forward"} == {1, 2, 3}
 
 
-def test_on_the_command_line(folder, capsys):
+def test_on_the_command_line(folder, capsys, monkeypatch):
+    """What a process takes beside its weights is left out: a process that tests has any size."""
+    monkeypatch.setattr(Bound, "beside", lambda self, *given: 0)
     whole, least = needed(folder)
     expected = k3tool(capsys, "run", folder, "--input-ids", "1 2 3", "--dtype", "float32", "--json").json
     ran = k3tool(capsys, "run", folder, "--input-ids", "1 2 3", "--dtype", "float32", "--memory", least, "--json").json
@@ -166,5 +185,33 @@ def test_on_the_command_line(folder, capsys):
     assert ran["memory"]["resident_experts"] == 1 and ran["memory"]["streamed_bytes"] > 0
     assert expected["memory"]["resident_experts"] is None and expected["memory"]["streamed_bytes"] == 0
     human = k3tool(capsys, "run", folder, "--input-ids", "1 2 3", "--memory", whole - 1)
-    assert human.code == 0 and "experts of every layer resident" in human.err
+    assert human.code == 0 and "of every layer resident" in human.err
     assert k3tool(capsys, "run", folder, "--input-ids", "1 2 3", "--memory", least - 1).code == 12
+
+
+def test_a_bound_holds_for_the_whole_process(folder):
+    """A bound that the interpreter alone exceeds is refused with a figure that works, and no peak is above what was asked."""
+    ids = " ".join(str(5 + index % 300) for index in range(700))
+    refused = k3tool_process("run", folder, "--input-ids", ids, "--memory", "7.2MB", "--json")
+    error = refused.json["error"]
+    assert refused.code == 12 and "--memory 7.2 MB is too little" in error["message"]
+    figure = re.search(r"give --memory (\d+)MB", error["hint"])
+    assert figure is not None
+    for size in (int(figure[1]), int(figure[1]) + 40):
+        ran = k3tool_process(
+            "run", folder, "--input-ids", ids, "--max-new-tokens", "3", "--memory", f"{size}MB", "--json"
+        )
+        assert ran.code == 0, ran.err
+        assert ran.json["memory"]["peak_host_bytes"] <= size * 1_000_000
+
+
+def test_what_a_run_takes_beside_its_weights_grows_with_it(folder):
+    config = Checkpoint.open(folder).config
+    few, many = (Bound(1, tokens).working_bytes(config, 4, torch.float32) for tokens in (10, 1000))
+    assert few < many
+    assert (
+        Bound(1, 1000, keeps_logits=True).working_bytes(config, 4, torch.float32)
+        == many + 2 * 4 * 1000 * config.vocab_size
+    )
+    assert Bound(1, 1000, checks=True).working_bytes(config, 4, torch.float32) > many
+    assert Bound(1, 1000).beside(config, 4, torch.float32) > many + resident_memory()
