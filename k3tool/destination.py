@@ -9,8 +9,9 @@ from pathlib import Path
 
 from k3tool.checkpoint.index import INDEX_NAME, MAX_INDEX_BYTES, SINGLE_NAME, parse_index
 from k3tool.checkpoint.ledger import LEDGER_FOLDER
-from k3tool.checkpoint.manifest import MANIFEST_NAME, load_manifest
+from k3tool.checkpoint.manifest import MANIFEST_NAME, is_as_recorded, load_manifest
 from k3tool.checkpoint.note import read_copy, read_note
+from k3tool.checkpoint.origin import RANK_FOLDER
 from k3tool.checkpoint.outside import corrupt, read_file
 from k3tool.checkpoint.source import Source, is_strewn
 from k3tool.checkpoint.writer import PARTIAL_SUFFIX
@@ -96,19 +97,21 @@ def clearable_bytes(dest: Path) -> int:
 
 
 def _clearable(dest: Path) -> list[Path]:
+    """A manifest may be a stranger's: of what it names only what still is as it says there. Links go, not what they lead to."""
     names = {INDEX_NAME, SINGLE_NAME, MANIFEST_NAME, LAYOUT_NAME, "config.json"}
-    with contextlib.suppress(CheckpointCorrupt):
-        manifest = load_manifest(dest)
-        names.update(manifest.files if manifest else ())
     with contextlib.suppress(OSError, CheckpointCorrupt):
         fail = corrupt("")
         names.update(parse_index(read_file(dest / INDEX_NAME, MAX_INDEX_BYTES, fail=fail), where=INDEX_NAME).shards)
-    inside = os.path.realpath(dest) + os.sep
+    with contextlib.suppress(CheckpointCorrupt):
+        manifest = load_manifest(dest)
+        files = manifest.files if manifest else {}
+        names.update(name for name, record in files.items() if is_as_recorded(dest, name, record))
     paths = {dest / name for name in names}
-    mine = {path for path in paths if path.parent == dest or os.path.realpath(path.parent).startswith(inside)}
-    return sorted(
-        {path for path in mine if path.is_file() or path.is_symlink()} | set(dest.rglob(f"*{PARTIAL_SUFFIX}"))
-    )
+    partials = set(dest.glob(f"*{PARTIAL_SUFFIX}"))
+    for folder in dest.glob("rank-*"):
+        if RANK_FOLDER.fullmatch(folder.name) and not folder.is_symlink():
+            partials.update(folder.glob(f"*{PARTIAL_SUFFIX}"))
+    return sorted(path for path in paths | partials if path.is_file() or path.is_symlink())
 
 
 def check_space(dest: Path, jobs: Sequence[FileJob], *, needed: int | None = None, freed: int = 0) -> None:

@@ -157,6 +157,16 @@ def free_bytes(folder: object) -> int | None:
     return None
 
 
+def refuse_link(path: object) -> None:
+    """Raises UsageError where `path`, at which k3tool keeps a record of its own, is a symbolic link: whoever made the folder
+    could have any file of the user's written through it."""
+    if os.path.islink(str(path)):
+        raise UsageError(
+            f"{path} is a symbolic link to {os.readlink(str(path))}: no record of k3tool is kept through one",
+            hint="remove the link, then run the same command again",
+        )
+
+
 def make_folder(path: object) -> list[Path]:
     """`path` as a folder, with its parents; one that exists is fine. Returns those that were not there, the innermost first.
     Raises UsageError, CapacityError."""

@@ -274,6 +274,8 @@ class _Run:
 
     def _earlier(self) -> dict[str, FileRecord]:
         """Files of the same job that a completed command left here (other ranks, or this very command)."""
+        if self.options.overwrite and not is_of(self.dest, self.plan):  # damaged, perhaps
+            return {}
         found = load_manifest(self.dest)
         if found is None or found.extra.get("plan") != self.plan.id:
             return {}
@@ -294,7 +296,9 @@ class _Run:
             del self.earlier[name]
 
     def done(self) -> dict[str, FileRecord]:
-        return {**self.earlier, **self.ledger.done}
+        """Finished files of the job; a ledger names no others that count."""
+        ours = {job.path for job in self.plan.jobs}
+        return {**self.earlier, **{name: record for name, record in self.ledger.done.items() if name in ours}}
 
     def write(self, workers: int, buffer_bytes: int, *, is_room_known: bool = False) -> Report:
         share = [job for batch in self._share() for job in batch]

@@ -82,6 +82,8 @@ class ProofBook:
     def add(self, proof: Proof) -> None:
         """Remember. Durable when this returns, where the folder can be written to."""
         self.proofs[proof.name] = proof
+        if self.path.is_symlink():  # whoever made the folder would have a file of the user's written to
+            return
         with contextlib.suppress(OSError), open(self.path, "ab", buffering=0) as file:
             file.write(b"\n" + json.dumps(asdict(proof)).encode())  # a line torn by a kill stays alone
             os.fsync(file.fileno())

@@ -28,7 +28,7 @@ from k3tool.checkpoint.origin import brought
 from k3tool.checkpoint.table import TensorTable
 from k3tool.checkpoint.writer import sync_file
 from k3tool.commands import command
-from k3tool.disk import disk_errors
+from k3tool.disk import disk_errors, refuse_link
 from k3tool.errors import CheckFailed, CheckpointCorrupt, K3Error, PartlyDone, UsageError
 from k3tool.lockstep import neighbours
 from k3tool.plan import FileJob, Plan
@@ -140,6 +140,7 @@ class Reclaimer:
     def held(self) -> Iterator[None]:
         """No other process frees the same source meanwhile. Raises PartlyDone where one does."""
         path = self._root / LOCK_NAME
+        refuse_link(path)
         with disk_errors(path, "write"):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | NO_LINKS, 0o666)
         try:

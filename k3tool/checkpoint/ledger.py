@@ -25,7 +25,7 @@ from k3tool.checkpoint.locks import HELD_SUFFIX, boot_id, is_alone, is_held, loc
 from k3tool.checkpoint.manifest import FileRecord
 from k3tool.checkpoint.outside import Fields, corrupt, parse_lines, parse_object, read_file
 from k3tool.checkpoint.writer import fsync_folder, sync_file, write_atomic
-from k3tool.disk import disk_errors, make_folder, refusal
+from k3tool.disk import disk_errors, make_folder, refusal, refuse_link
 from k3tool.errors import CheckpointCorrupt, K3Error, PartlyDone, UsageError
 
 LEDGER_FOLDER = ".k3tool"
@@ -102,6 +102,7 @@ class Ledger:
             else:
                 self._check_job()
             self.reload()
+            refuse_link(self.state / self._journal_name)
             with disk_errors(self.state / self._journal_name, "write"):
                 self._journal = open(self.state / self._journal_name, "ab", buffering=0)
                 try:
@@ -124,6 +125,7 @@ class Ledger:
 
     def _acquire(self) -> None:
         patience = time.monotonic() + SHARED_PATIENCE_S
+        refuse_link(self.state)
         while True:
             self._made += make_folder(self.folder)
             self._made += make_folder(self.state)
@@ -312,6 +314,7 @@ class _Lock:
 
     def __init__(self, path: Path, text: str, *, shared: bool, wait: bool) -> None:
         self._path = path
+        refuse_link(path)
         try:
             self._file = open(path, "a+", encoding="utf-8", errors="surrogateescape")  # noqa: SIM115 - held
         except FileNotFoundError:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from k3tool.checkpoint.outside import Fields, corrupt, parse_object, read_file
@@ -18,6 +18,7 @@ from k3tool.disk import disk_errors
 
 MANIFEST_NAME = "k3tool-manifest.json"
 MAX_MANIFEST_BYTES = 64 << 20
+MAX_DIGESTED_BYTES = 64 << 20
 _HEX = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
@@ -57,6 +58,26 @@ class Manifest:
         return json.dumps(document, indent=1, ensure_ascii=False).encode(errors="replace") + b"\n"
 
 
+def is_as_recorded(folder: Path, name: str, record: FileRecord) -> bool:
+    """Whether this is a file below `folder`, no link, that still is what a manifest says of it: large ones by their size. A
+    manifest may be a stranger's that names files of the user's."""
+    path = folder / name
+    if not is_inner(name) or path.is_symlink() or not path.is_file():
+        return False
+    if path.parent.resolve() != folder.resolve() / PurePosixPath(name).parent:
+        return False
+    with disk_errors(path):
+        if path.stat().st_size != record.size:
+            return False
+        return record.size > MAX_DIGESTED_BYTES or hashlib.sha256(path.read_bytes()).hexdigest() == record.sha256
+
+
+def is_inner(name: str) -> bool:
+    """Whether a name with forward slashes stays below its folder."""
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
+
+
 def load_manifest(folder: Path) -> Manifest | None:
     """The manifest of a folder, or None where there is none. Raises CheckpointCorrupt for a damaged one."""
     path = folder / MANIFEST_NAME
@@ -67,6 +88,8 @@ def load_manifest(folder: Path) -> Manifest | None:
         text = read_file(path, MAX_MANIFEST_BYTES, fail=fail)
     document = parse_object(text, where=f"{path}: not a manifest of k3tool", fail=fail, own=True)
     files = {name: _record(entry) for name, entry in document.each("files")}
+    if not all(map(is_inner, files)):
+        raise document.bad("files", "names below its folder")
     extra = {k: v for k, v in document.values.items() if k not in ("k3tool", "command", "source", "revision", "files")}
     return Manifest(document.text("command"), document.text("source"), document.text("revision", None), files, extra)
 

@@ -30,6 +30,11 @@ NAMED_FILES = 8  # as many are named one by one; beyond that a command brings al
 _REPO = re.compile(r"[\w][\w.-]{0,95}/[\w][\w.-]{0,95}", re.ASCII)
 _REVISION = re.compile(r"[\w][\w./-]{0,199}", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
+_OPTIONS = frozenset((
+    "--layers", "--text-only", "--layout", "--tp", "--ep", "--pp", "--max-shard-size", "--rank", "--experts", "--latent",
+    "--shared", "--attention", "--recipe", "--scales", "--activations", "--calibrated", "--exact", "--format", "--trunk",
+    "--vocabulary",
+))  # fmt: skip
 RANK_FOLDER = re.compile(r"rank-\d{5}-of-\d{5}", re.ASCII)
 
 
@@ -179,7 +184,7 @@ def _unfinished(folder: Path) -> str:
         with open(folder / ".k3tool" / "job.json", "rb") as file:
             job = decode_json(file.read(1 << 20).decode(), own=True)
         words = shlex.split(job["command"])
-        if words[0] == "fetch" and _REPO.fullmatch(words[1]):
+        if words[0] == "fetch" and _REPO.fullmatch(words[1]) and _are_harmless(words[2:]):
             commit = job["facts"].get("commit")
             at = ["--revision", commit] if isinstance(commit, str) and _COMMIT.fullmatch(commit) else []
             return f"an unfinished fetch is here; it goes on with: {command(*words, *at, '--local-dir', folder)}"
@@ -246,6 +251,8 @@ def _write_again(folder: Path, manifest: Manifest) -> str:
             f"its source {source} was given up while it was written: copy the file again from a backup of this folder"
         )
     options = shlex.split(rest[len(source) :])
+    if not _are_harmless(options):
+        return ""
     for option, value in pairwise(options):
         if option in ("--recipe", "--activations") and not Path(value).is_file():
             return f"it was written by `{name}` with {option} {value}, which is not here: bring that back and write this again"
@@ -257,6 +264,11 @@ def _write_again(folder: Path, manifest: Manifest) -> str:
     if not is_folder and isinstance(manifest.revision, str) and _COMMIT.fullmatch(manifest.revision):
         where = f"{source.partition('@')[0]}@{manifest.revision}"
     return f"{_WRITE}{command(name, where, folder, *options)}"
+
+
+def _are_harmless(words: Sequence[str]) -> bool:
+    """Whether the options of a recorded command only say what is made: the record may be a stranger's, and a hint is pasted."""
+    return all(word in _OPTIONS for word in words if word.startswith("-"))
 
 
 def _cached(folder: Path, names: Sequence[str]) -> str:

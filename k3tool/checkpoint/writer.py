@@ -12,7 +12,7 @@ from types import TracebackType
 
 from k3tool.checkpoint.header import Header, build_header
 from k3tool.checkpoint.locks import lock, unlock
-from k3tool.disk import UNSUPPORTED, disk_errors, refusal
+from k3tool.disk import UNSUPPORTED, disk_errors, refusal, refuse_link
 from k3tool.errors import PartlyDone
 
 PARTIAL_SUFFIX = ".k3partial"
@@ -80,6 +80,7 @@ class AtomicFile:
 
     def __enter__(self) -> AtomicFile:
         """Raises PartlyDone where another process is writing the same file, UsageError where none can be made."""
+        refuse_link(self.partial)
         with disk_errors(self.path, "write"):
             self._file = self._opened()
         return self

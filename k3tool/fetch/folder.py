@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from k3tool.checkpoint.ledger import LEDGER_FOLDER
-from k3tool.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, load_manifest
+from k3tool.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, is_as_recorded, load_manifest
 from k3tool.checkpoint.writer import PARTIAL_SUFFIX
 from k3tool.disk import disk_errors, free_bytes
 from k3tool.errors import CapacityError, CheckpointCorrupt, UsageError
@@ -158,12 +158,11 @@ def _says(made: Mapping[str, object]) -> str:
 
 def remove_replaced(folder: Path, before: Manifest | None, targets: Iterable[str]) -> None:
     """After --overwrite with another checkpoint: files that the former manifest names and the new one does not."""
-    inside = folder.resolve()
-    for name in set(before.files if before else ()) - set(targets):
-        path = folder / name
-        with disk_errors(path, "remove"):
-            if path.is_file() and inside in path.resolve().parents:
-                path.unlink()
+    files = before.files if before else {}
+    for name in sorted(set(files) - set(targets)):
+        if is_as_recorded(folder, name, files[name]):
+            with disk_errors(folder / name, "remove"):
+                (folder / name).unlink()
 
 
 def another_commit(folder: Path, before: str, now: str, verb: str, *, repo: str = "") -> UsageError:

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from k3tool.checkpoint.ledger import Ledger, boot_id
 from k3tool.checkpoint.writer import PARTIAL_SUFFIX, fsync_folder, sync_file
-from k3tool.disk import UNSUPPORTED, disk_errors, make_folder, refusal
+from k3tool.disk import UNSUPPORTED, disk_errors, make_folder, refusal, refuse_link
 from k3tool.hub import RemoteFile
 
 SYNC_BYTES = 64 << 20
@@ -87,6 +87,7 @@ class Partial:
         self._durable = 0
 
     def __enter__(self) -> Partial:
+        refuse_link(self.path)
         with disk_errors(self.path, "write"):
             fresh = not self.path.exists()
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
