@@ -27,7 +27,7 @@ from k3tool.disk import make_folder
 from k3tool.errors import CapacityError, K3Error, PartlyDone, UsageError, tell
 from k3tool.events import SILENT, Progress
 from k3tool.lockstep import limit
-from k3tool.memory import peak_bytes
+from k3tool.memory import peak_bytes, resident_memory
 from k3tool.parts import Part, await_others, parts_left, shares
 from k3tool.plan import FileJob, Plan
 from k3tool.proofs import differing
@@ -440,11 +440,3 @@ def source_identity(source: Source, digest: str) -> dict[str, str]:
     remote = f"{getattr(source, 'repo', source.label)} {getattr(source, 'commit', '')}"
     where = remote if root is None else former or os.path.realpath(root)
     return {"source": where, "digest": digest}
-
-
-def resident_memory() -> int:
-    """Resident bytes of this process now; 0 where the system does not say."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE")
-    return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import sys
 from pathlib import Path
@@ -14,6 +15,14 @@ def available_bytes() -> int:
     """The least of: memory the system could hand out, the room in every enclosing cgroup, the address space limit."""
     rooms = [_cgroup_v2_room(), _cgroup_v1_room(), _address_space_room(), _system_room()]
     return min(room for room in rooms if room is not None)
+
+
+def resident_memory() -> int:
+    """Resident bytes of this process now; 0 where the system does not say."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+    return 0
 
 
 def peak_bytes() -> int:

@@ -492,7 +492,8 @@ def test_memory_limit_lowers_buffers_and_workers_or_refuses(source, tmp_path):
     assert allowance(prepared.plan.jobs, local, Options(max_workers=99))[0] == len(prepared.plan.batches())
     workers, buffer_bytes = allowance(prepared.plan.jobs, local, Options(max_workers=8, max_memory=10**10))
     assert (workers, buffer_bytes) == (8, 2 << 20)
-    from k3tool.execute import INTERPRETER_BYTES, SPARE_BYTES, WORKER_BYTES, resident_memory
+    from k3tool.execute import INTERPRETER_BYTES, SPARE_BYTES, WORKER_BYTES
+    from k3tool.memory import resident_memory
 
     held = max(resident_memory(), INTERPRETER_BYTES) + SPARE_BYTES
     room = 12 << 20

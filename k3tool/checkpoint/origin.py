@@ -258,12 +258,22 @@ def _write_again(folder: Path, manifest: Manifest) -> str:
             return f"it was written by `{name}` with {option} {value}, which is not here: bring that back and write this again"
     if RANK_FOLDER.fullmatch(folder.name):  # one rank's own manifest: the command wrote the folder above
         if not (folder.parent / MANIFEST_NAME).is_file():
-            return "copy it again from the folder of ranks that this one was copied from"
+            if not _all_ranks_beside(folder):
+                return "copy it again from the folder of ranks that this one was copied from"
+            options.append("--overwrite")  # nothing else says whose files these are
         folder = folder.parent
     where: str | Path = Path(source) if is_folder else source
     if not is_folder and isinstance(manifest.revision, str) and _COMMIT.fullmatch(manifest.revision):
         where = f"{source.partition('@')[0]}@{manifest.revision}"
     return f"{_WRITE}{command(name, where, folder, *options)}"
+
+
+def _all_ranks_beside(folder: Path) -> bool:
+    """Whether a rank's folder stands among all the others."""
+    ranks = int(folder.name[-5:])
+    with suppress(OSError):
+        return sum(name.endswith(folder.name[-9:]) for name in os.listdir(folder.parent)) >= ranks
+    return False
 
 
 def _are_harmless(words: Sequence[str]) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from k3tool.config import K3Config
 from k3tool.errors import CapacityError
-from k3tool.execute import resident_memory
+from k3tool.memory import resident_memory
 from k3tool.units import format_bytes
 
 COMPILED_BYTES = 96_000_000  # kernels and their compiler, where nothing is kept from an earlier run

@@ -10,9 +10,9 @@ import torch
 
 from k3tool.checkpoint.reader import Checkpoint
 from k3tool.errors import CapacityError, CheckpointCorrupt
-from k3tool.execute import resident_memory
 from k3tool.generate import Session
 from k3tool.kernels import dispatch
+from k3tool.memory import resident_memory
 from k3tool.model.bound import Bound
 from k3tool.synthetic import tiny_config, write_checkpoint
 from tests.helpers import k3tool, k3tool_process
