@@ -7,8 +7,10 @@ while all of them still hold; the change time moves with any write, even where a
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import json
+import mmap
 import os
 import threading
 import time
@@ -193,21 +195,23 @@ def _read(folder: Path, name: str, task: str, progress: Progress, stop: threadin
 
 
 def _is_cached(descriptor: int, size: int) -> bool:
-    """Whether the system holds a part of the file in memory, asked at three places without waiting for it to be read
-    (its header was read a moment ago). Where that cannot be asked, True: what others may be using is left alone."""
-    flag = getattr(os, "RWF_NOWAIT", None)
-    if flag is None:
+    """Whether the system holds a part of the file in memory, asked at three places (its header was read a moment ago)
+    in a way that brings none in: a read that may not wait starts one all the same, and what it asked for can be there
+    before it looks. Where that cannot be asked, True: what others may be using is left alone."""
+    return any(_page_is_cached(descriptor, size * quarter // 4) for quarter in (1, 2, 3)) if size else True
+
+
+def _page_is_cached(descriptor: int, offset: int) -> bool:
+    """Whether the page at a byte offset of an open file is in memory; True where the system does not say."""
+    start = offset - offset % mmap.ALLOCATIONGRANULARITY
+    held = ctypes.c_ubyte(1)
+    try:
+        with mmap.mmap(descriptor, 1, access=mmap.ACCESS_COPY, offset=start) as mapped:
+            address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+            refused = ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(1), ctypes.byref(held))
+    except (OSError, ValueError, AttributeError, TypeError, BufferError):
         return True
-    probe = [bytearray(1)]
-    for quarter in (1, 2, 3):
-        try:
-            os.preadv(descriptor, probe, size * quarter // 4, flag)
-            return True
-        except BlockingIOError:
-            continue  # would have to be read
-        except OSError:
-            return True
-    return False
+    return bool(refused or held.value & 1)
 
 
 def _advise(descriptor: int, offset: int, length: int, advice: str) -> None:
